@@ -1,0 +1,4 @@
+"""Independent answers to compare the server with: random checkpoints, `transformers`, plain reference loops.
+
+Nothing here imports ``sglang_acache``.
+"""

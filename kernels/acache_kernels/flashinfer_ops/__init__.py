@@ -1,0 +1,1 @@
+"""Implementations through FlashInfer. Never run on hardware so far."""

@@ -1,0 +1,124 @@
+"""Paged attention through FlashInfer's batch prefill wrapper, pages of one slot, planned once per step.
+
+Not run on hardware so far: the calls are checked against FlashInfer's documented contract by a recording fake.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from acache_kernels.attention import AttentionKernel, check_heads, check_run_shapes
+from acache_kernels.layout import RaggedLayout
+
+WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer recommends for its split-key intermediate results."""
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class FlashInferPlan:
+    num_queries: int
+    heads: tuple[int, int, int]  # Hq, Hkv, D
+    wrapper: Any  # planned; None when the step has no queries
+
+
+class FlashInferAttention(AttentionKernel):
+    """bfloat16 and float16 on CUDA, head sizes FlashInfer has kernels for. The scale is fixed to head_dim^-0.5.
+
+    `backend` is FlashInfer's: `auto` picks by device.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, backend: str = "auto") -> None:
+        self._backend = backend
+        self._wrapper: Any = None
+
+    def plan(
+        self,
+        layout: RaggedLayout,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> FlashInferPlan:
+        check_heads(num_q_heads, num_kv_heads, head_dim)
+        if dtype not in DTYPES:
+            raise ValueError(f"attention kernel 'flashinfer' cannot serve {dtype}")
+        layout.check_answerable()
+        heads = (num_q_heads, num_kv_heads, head_dim)
+        if layout.num_queries == 0:
+            return FlashInferPlan(0, heads, None)
+        qo_indptr, kv_indptr, kv_indices = _asking_requests(layout)
+        wrapper = self._make_wrapper(torch.device(device))
+        wrapper.plan(
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            torch.ones(len(qo_indptr) - 1, dtype=torch.int32),  # a page of one slot is always full
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            1,  # page_size
+            causal=False,
+            sm_scale=head_dim**-0.5,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        return FlashInferPlan(layout.num_queries, heads, wrapper)
+
+    def run(
+        self,
+        plan: FlashInferPlan,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        *,
+        scale: float,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the interface says. Raises ValueError when `scale` is not head_dim^-0.5, which was planned."""
+        check_run_shapes(plan.num_queries, plan.heads, q, k_pool, v_pool)
+        if not math.isclose(scale, plan.heads[2] ** -0.5, rel_tol=1e-6):
+            raise ValueError(f"attention kernel 'flashinfer' was planned for scale {plan.heads[2] ** -0.5}")
+        if plan.wrapper is None:
+            return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        # pages of one slot: [S, Hkv, D] -> [pages, page_size, Hkv, D], a view
+        pages = (k_pool.unsqueeze(1), v_pool.unsqueeze(1))
+        if not return_lse:
+            return plan.wrapper.run(q, pages), None
+        out, lse = plan.wrapper.run(q, pages, return_lse=True)
+        return out, lse * math.log(2)  # FlashInfer's log-sum-exp is base 2
+
+    def _make_wrapper(self, device: torch.device) -> Any:
+        if self._wrapper is None:
+            import flashinfer
+
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", backend=self._backend
+            )
+        return self._wrapper
+
+
+def _asking_requests(layout: RaggedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(qo_indptr, kv_indptr, kv_indices) of the requests that have queries.
+
+    The pointers are int32 on the host, where FlashInfer's planner wants them; the indices int32 on the device.
+    """
+    asking = layout.qo_lens > 0
+    pointers = (
+        torch.from_numpy(np.concatenate(([0], np.cumsum(lens[asking]))).astype(np.int32))
+        for lens in (layout.qo_lens, layout.kv_lens)
+    )
+    indices = layout.kv_indices
+    if not asking.all():
+        parts = indices.split(layout.kv_lens.tolist())
+        indices = torch.cat([part for part, kept in zip(parts, asking, strict=True) if kept])
+    qo_indptr, kv_indptr = pointers
+    return qo_indptr, kv_indptr, indices.to(torch.int32)

@@ -1,0 +1,1 @@
+"""Implementations in Triton. Never run on a GPU so far: interpreter and ahead-of-time compiler only."""

@@ -1,0 +1,100 @@
+"""One request being denoised: its canvas, its slot maps, and which positions its next forward covers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_acache.core.canvas import Canvas
+from sglang_acache.core.commit import CommitRule, block_steps, step_count
+from sglang_acache.core.params import DiffusionParams
+from sglang_acache.core.policy import CACHE_POLICIES
+
+SHARED = -1
+"""In a write-slot map: the position reads a shared slot, so nothing may be stored for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request draws tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 do not filter."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class DiffusionRequest:
+    """A request between admission and its last token.
+
+    ``read_slot_map`` int64 ``[T]``: the K/V slot every position is read from. ``write_slot_map`` int64 ``[T]``: the
+    private slot a forward of that position stores to, or ``SHARED``. Invariant: where ``write_slot_map`` is not
+    ``SHARED`` it equals ``read_slot_map``, and every position in ``recompute_positions`` has a private slot.
+    """
+
+    __slots__ = (
+        "canvas",
+        "forward_passes",
+        "params",
+        "policy",
+        "read_slot_map",
+        "recompute_positions",
+        "recompute_tokens",
+        "sampling",
+        "shift_logits",
+        "stored",
+        "write_slot_map",
+    )
+
+    def __init__(
+        self, canvas: Canvas, params: DiffusionParams, sampling: Sampling, *, shift_logits: bool
+    ) -> None:
+        self.canvas = canvas
+        self.params = params
+        self.sampling = sampling
+        self.shift_logits = shift_logits
+        self.policy = CACHE_POLICIES[params.cache]
+        empty = np.empty(0, dtype=np.int64)
+        self.read_slot_map, self.write_slot_map, self.recompute_positions = empty, empty, empty
+        self.stored = False  # whether the slots hold K/V of this canvas, so that a step may forward less than all
+        self.forward_passes = 0
+        self.recompute_tokens = 0
+
+    def use_private_slots(self, slots: np.ndarray) -> None:
+        """Give every position its own slot, int64 ``[T]``: no reuse. The next forward covers the whole canvas."""
+        self.read_slot_map = slots
+        self.write_slot_map = slots
+        self.recompute_positions = np.arange(len(self.canvas))
+        self.stored = False
+
+    @property
+    def at_block_start(self) -> bool:
+        """Whether the next forward must cover the whole recompute set."""
+        return self.canvas.step == 0 or not self.stored
+
+    def query_positions(self) -> np.ndarray:
+        """Positions the next forward covers, ascending int64; always includes those whose logits are needed."""
+        if self.at_block_start:
+            return self.recompute_positions
+        span = self.policy.step_range(self.canvas, self.shift_logits)
+        if span is None:
+            return self.recompute_positions
+        first, last = np.searchsorted(self.recompute_positions, span)
+        return self.recompute_positions[first:last]
+
+    def commit_rule(self) -> CommitRule:
+        """The rule of the current step (method section 2)."""
+        params, canvas = self.params, self.canvas
+        if params.steps is not None:
+            steps = block_steps(params.steps, canvas.num_blocks, canvas.block_length, canvas.block)
+            return CommitRule(count=step_count(canvas.block_length, steps, canvas.step))
+        if params.factor is not None:
+            return CommitRule(factor=params.factor)
+        return CommitRule(threshold=params.threshold)
+
+    def note_forward(self, num_positions: int) -> None:
+        """Account for a forward of this request that has been done."""
+        self.stored = True
+        self.forward_passes += 1
+        self.recompute_tokens += num_positions

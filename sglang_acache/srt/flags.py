@@ -1,0 +1,66 @@
+"""Our launch flags, as fields of SGLang's own ``ServerArgs``.
+
+A subclass installed by a REPLACE hook reaches ``launch_server``, ``sglang serve``, ``sglang.Engine``, ``--config``
+files, ``/server_info`` and every spawned process. This module must not postpone its annotations: msgspec reads them.
+"""
+
+# ruff: noqa: UP045
+import sys
+from typing import Any, Optional
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+NAMESPACE = "acache"
+_NS = NS(NAMESPACE)
+
+
+class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[call-arg,misc]
+    """``ServerArgs`` plus the flags of this package; unset values fall back to the model's defaults table."""
+
+    diffusion_block_length: A[
+        Optional[int], Arg(help="Diffusion LLMs: tokens of one denoising block. Default: the model's."), _NS
+    ] = None
+    diffusion_steps: A[
+        Optional[int], Arg(help="Diffusion LLMs: fixed denoising steps over the whole answer, instead of a threshold."), _NS
+    ] = None
+    diffusion_threshold: A[
+        Optional[float], Arg(help="Diffusion LLMs: commit every token at least this confident. Default: the model's."), _NS
+    ] = None
+    diffusion_factor: A[
+        Optional[float], Arg(help="Diffusion LLMs: Fast-dLLM's factor rule, instead of a threshold."), _NS
+    ] = None
+    diffusion_remasking: A[
+        Optional[str], Arg(help="Diffusion LLMs: confidence rule. Default: the model's."), _NS
+    ] = None
+    diffusion_cache: A[
+        Optional[str], Arg(help="Diffusion LLMs: K/V cache inside a request: none, prefix or dual (default)."), _NS
+    ] = None
+    diffusion_max_new_tokens: A[
+        int, Arg(help="Diffusion LLMs: answer length in tokens where the client gives none."), _NS
+    ] = 256
+    diffusion_step_tokens: A[
+        int, Arg(help="Diffusion LLMs: most tokens that one step forwards; a larger canvas goes alone."), _NS
+    ] = 8192
+    enable_acache: A[
+        bool, Arg(help="Reuse the K/V of text that requests share (ACache), on diffusion LLMs."), _NS
+    ] = False
+
+    def resolve_once(self) -> None:
+        from sglang_acache.srt import launch
+
+        if getattr(self, "_resolution_finished", False):
+            return
+        try:
+            launch.prepare(self)
+            super().resolve_once()
+            launch.validate(self)
+        except launch.LaunchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
+def flag_values(source: Any) -> dict[str, Any]:
+    """Our fields of a ``ServerArgs`` or of its published config bag, by name."""
+    own = AcacheServerArgs.__annotations__
+    return {name: getattr(source, name) for name in own}

@@ -1,0 +1,164 @@
+"""Everything this package attaches to or relies on inside SGLang, in one table, checked before anything is attached."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+SGLANG_VERSION = "0.5.23"
+_SRT = "sglang.srt"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A function or class of SGLang that we call, override or hook, and the parameter names we expect of it.
+
+    ``hook`` is one of before / after / around / replace, or empty for what is only called or overridden.
+    ``implementation`` is ``module:attribute`` of ours. ``parameters`` None means that only its existence matters.
+    """
+
+    target: str
+    parameters: tuple[str, ...] | None
+    why: str
+    hook: str = ""
+    implementation: str = ""
+
+
+_SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_TOKENIZER_MANAGER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
+
+PINS: tuple[Pin, ...] = (
+    # hooks
+    Pin(
+        f"{_SRT}.server_args.ServerArgs",
+        None,
+        "carries our launch flags to every process; resolves short model names; refuses what cannot work",
+        "replace",
+        "sglang_acache.srt.flags:AcacheServerArgs",
+    ),
+    Pin(
+        _SCHEDULER,
+        ("server_args", "port_args"),
+        "steps diffusion requests; defers to SGLang for any other model",
+        "replace",
+        "sglang_acache.srt.scheduler:DiffusionScheduler",
+    ),
+    Pin(
+        f"{_TOKENIZER_MANAGER}._validate_one_request",
+        ("self", "obj", "input_ids"),
+        "request defaults and refusals with status 400",
+        "before",
+        "sglang_acache.srt.api_hooks:validate_one_request",
+    ),
+    Pin(
+        f"{_SRT}.entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params",
+        ("self", "request"),
+        "suffix (infilling) and completion defaults",
+        "after",
+        "sglang_acache.srt.api_hooks:build_completion_sampling_params",
+    ),
+    Pin(
+        f"{_SRT}.configs.model_config.ModelConfig.get_default_sampling_params",
+        ("self",),
+        "greedy chat requests where the client gives no temperature",
+        "after",
+        "sglang_acache.srt.api_hooks:default_sampling_params",
+    ),
+    # registries
+    Pin(f"{_SRT}.layers.attention.attention_registry.register_attention_backend", ("name",), "acache_* backends"),
+    Pin(f"{_SRT}.server_args.add_attention_backend_choices", ("iterable",), "--attention-backend acache_*"),
+    Pin(f"{_SRT}.mem_cache.registry.register_radix_cache_backend", ("name", "factory"), "owner of a request's slots"),
+    Pin(f"{_SRT}.arg_groups.overrides.register_model_override", ("architecture",), "defaults of our architectures"),
+    Pin(f"{_SRT}.arg_groups.resolution_hooks.register_resolution_hook", ("name",), "slots, graphs, chunking"),
+    # overridden
+    Pin(f"{_SCHEDULER}.get_next_batch_to_run", ("self", "running_batch", "last_batch"), "overridden: one step"),
+    Pin(f"{_SCHEDULER}.process_batch_result_dllm", ("self", "batch", "result"), "overridden: commit and stream"),
+    Pin(f"{_SCHEDULER}.validate_dllm_request", ("self", "req"), "overridden: attach the diffusion part"),
+    Pin(f"{_SCHEDULER}.init_req_max_new_tokens", ("self", "req"), "overridden: no clipping of a canvas"),
+    Pin(f"{_SCHEDULER}.get_output_streamer_class", ("self",), "overridden: meta_info.diffusion"),
+    Pin(
+        f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+        ".build_additional_customized_info",
+        ("self", "reqs"),
+        "overridden: meta_info.diffusion",
+    ),
+    Pin(
+        f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache.free_kv_row",
+        ("self", "kv", "ranges"),
+        "overridden: free private slots only",
+    ),
+    # called
+    Pin(
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.init_new",
+        (
+            "reqs",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+            "tree_cache",
+            "model_config",
+            "enable_overlap",
+            "spec_algorithm",
+            "chunked_req",
+            "dllm_config",
+        ),
+        "the batch of a step",
+    ),
+    Pin(f"{_SRT}.managers.schedule_batch.Req.update_finish_state", ("self", "new_accepted_len"), "stop conditions"),
+    Pin(f"{_SRT}.mem_cache.common.release_kv_cache", ("req", "tree_cache", "checkpoint"), "release of a row"),
+    Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.alloc", ("self", "reqs"), "a row a request"),
+    Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.write", ("self", "indices", "values"), "the read-slot map"),
+    Pin(f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc", ("self", "need_size"), "slots"),
+    Pin(f"{_SRT}.model_executor.model_runner.ModelRunner.forward", None, "the forward of a step"),
+    Pin(f"{_SRT}.runtime_context.get_context", (), "our flags in the scheduler and the tokenizer manager"),
+)
+
+
+def mismatches(pins: tuple[Pin, ...] = PINS) -> list[str]:
+    """One line for every way in which the installed SGLang is not what this package was written for."""
+    version = importlib.metadata.version("sglang")
+    problems = []
+    if version != SGLANG_VERSION:
+        problems.append(f"sglang is {version}, this package is written for {SGLANG_VERSION}")
+    for pin in pins:
+        problem = check_pin(pin)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def check_pin(pin: Pin) -> str | None:
+    """None where SGLang has what ``pin`` expects, else what differs."""
+    try:
+        target = pkgutil.resolve_name(pin.target)
+    except (ImportError, AttributeError) as error:
+        return f"{pin.target} is missing ({error}); needed for: {pin.why}"
+    if pin.parameters is None:
+        return None
+    found = parameter_names(target)
+    if found != pin.parameters:
+        return f"{pin.target} takes {found}, expected {pin.parameters}; needed for: {pin.why}"
+    return None
+
+
+def parameter_names(target: Any) -> tuple[str, ...]:
+    """Parameter names of a function, or of a class's constructor without self."""
+    return tuple(inspect.signature(inspect.unwrap(target) if not isinstance(target, type) else target).parameters)
+
+
+def mismatch_report(problems: list[str]) -> str:
+    lines = ["error: sglang-acache does not match the installed SGLang:", *(f"  - {line}" for line in problems)]
+    lines.append(f"fix: pip install 'sglang=={SGLANG_VERSION}', or pip uninstall sglang-acache")
+    return "\n".join(lines)
+
+
+def register() -> None:
+    """Put every hook of the table into SGLang's hook registry."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for pin in PINS:
+        if pin.hook:
+            implementation = pkgutil.resolve_name(pin.implementation)
+            HookRegistry.register(pin.target, implementation, HookType(pin.hook))

@@ -1,0 +1,182 @@
+"""SGLang's ``Scheduler``, which for a diffusion LLM steps the whole live set instead of prefilling and decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import NextBatchPlan as BatchPlan
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.observability.req_time_stats import set_time_batch
+from sglang.srt.runtime_context import get_context
+
+from sglang_acache.core.params import DiffusionParams
+from sglang_acache.models.defaults import mask_token_id, model_defaults
+from sglang_acache.srt.engine import DiffusionEngine
+from sglang_acache.srt.flags import NAMESPACE
+from sglang_acache.srt.launch import is_ours, launch_params
+from sglang_acache.srt.limits import default_params, vocabulary_limit
+from sglang_acache.srt.live_request import LiveRequest
+from sglang_acache.srt.request_fields import RequestSpec
+from sglang_acache.srt.streamer import DiffusionOutputStreamer
+from sglang_acache.srt.worker import DiffusionBatch, DiffusionWorker
+
+_IS_DIFFUSION = object()
+"""Stands in ``ScheduleBatch.dllm_config``: routes a batch's result to ``process_batch_result_dllm``."""
+
+
+class DiffusionScheduler(Scheduler):
+    """With any other model every override defers to SGLang's own method at once."""
+
+    engine: DiffusionEngine | None = None
+    defaults: DiffusionParams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.model_config.hf_config
+        if not is_ours(config.architectures):
+            return
+        flags = get_context().config_bag(NAMESPACE)
+        defaults = model_defaults(config)
+        self.defaults = launch_params(flags, default_params(defaults))
+        self.engine = DiffusionEngine(
+            req_to_token_pool=self.req_to_token_pool,
+            allocator=self.token_to_kv_pool_allocator,
+            affix_cache=self.tree_cache,
+            mask_token_id=mask_token_id(config),
+            shift_logits=defaults.shift_logits,
+            step_tokens=flags.diffusion_step_tokens,
+        )
+        self.model_worker = DiffusionWorker(
+            self.tp_worker,
+            mask_token_id=mask_token_id(config),
+            vocab_limit=vocabulary_limit(self.tokenizer, config),
+        )
+
+    def get_output_streamer_class(self) -> type:
+        if not is_ours(self.model_config.hf_config.architectures):
+            return super().get_output_streamer_class()
+        return DiffusionOutputStreamer
+
+    # ── requests coming in ────────────────────────────────────────────────
+
+    def validate_dllm_request(self, req: Req) -> str | None:
+        """Attach the request's diffusion part; a string refuses it with status 400."""
+        if self.engine is None:
+            return super().validate_dllm_request(req)
+        spec = RequestSpec.from_wire(req.sampling_params.custom_params, self.defaults)
+        live = req.diffusion = LiveRequest(req, spec)
+        if spec.right_context:
+            # Usage counts the whole prompt; detokenizing continues from the left context alone.
+            req.origin_input_ids = req.origin_input_ids_unpadded + type(req.origin_input_ids)("q", spec.right_context)
+        if live.canvas_tokens > self.max_total_num_tokens:
+            return (
+                f"max_new_tokens: the canvas of {live.canvas_tokens} tokens is over the K/V pool of "
+                f"{self.max_total_num_tokens}; shorten the prompt or max_new_tokens, or start the server with a "
+                f"larger --max-total-tokens"
+            )
+        return None
+
+    def init_req_max_new_tokens(self, req: Req) -> None:
+        # SGLang clips the answer to what a growing sequence could reach; a canvas is checked whole, and refused.
+        if self.engine is None or req.sampling_params.max_new_tokens is None:
+            super().init_req_max_new_tokens(req)
+
+    # ── one step ──────────────────────────────────────────────────────────
+
+    def get_next_batch_to_run(
+        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
+    ) -> BatchPlan:
+        if self.engine is None:
+            return super().get_next_batch_to_run(running_batch, last_batch)
+        self._finish_aborted()
+        self._admit()
+        running_batch.reqs = [request.req for request in self.engine.live]
+        running_batch.batch_is_full = bool(self.waiting_queue)
+        step = self.engine.next_step()
+        if step is None:
+            return BatchPlan(batch_to_run=None, running_batch=running_batch)
+        batch = DiffusionBatch.init_new(
+            [request.req for request in self.engine.stepping],
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.tree_cache,
+            self.model_config,
+            self.enable_overlap,
+            self.spec_algorithm,
+            dllm_config=_IS_DIFFUSION,
+        )
+        batch.step = step
+        batch.forward_mode = ForwardMode.DLLM_EXTEND
+        batch.input_ids = torch.empty(0, dtype=torch.int64, device=self.device)
+        batch.return_logprob = False  # SGLang would cut prompt logprobs; ours are attached on commit
+        batch.extend_num_tokens = len(step.plan.tokens)
+        return BatchPlan(batch_to_run=batch, running_batch=running_batch)
+
+    def process_batch_result_dllm(self, batch: ScheduleBatch, result: Any) -> None:
+        if self.engine is None:
+            super().process_batch_result_dllm(batch, result)
+            return
+        assert isinstance(batch, DiffusionBatch)
+        sendable, finished = [], []
+        for request, new_tokens in self.engine.apply(batch.step, result.choices):
+            req = request.req
+            if new_tokens or req.to_finish:
+                req.update_finish_state(new_accepted_len=new_tokens)
+            self.metrics_reporter.num_generated_tokens += new_tokens
+            if req.finished():
+                finished.append(request)
+            # A request that sent nothing yet and has nothing to send must not be streamed: SGLang emits
+            # non-streaming requests at every multiple of 50 tokens, and 0 is one.
+            if new_tokens or req.finished():
+                sendable.append(req)
+        self._release(finished)
+        self._stream(sendable)
+
+    def _admit(self) -> None:
+        """Admit waiting requests in order while slots last; the first that does not fit holds the queue."""
+        assert self.engine is not None
+        self.policy.calc_priority(self.waiting_queue, self.running_batch)
+        admitted = []
+        while self.waiting_queue and len(self.engine.live) < self.max_running_requests:
+            req = self.waiting_queue[0]
+            if req.to_finish or req.sampling_params.max_new_tokens == 0:
+                self.waiting_queue.pop(0)
+                self._finish_unstarted(req)
+                continue
+            if not self.engine.try_admit(req.diffusion):
+                break
+            self.waiting_queue.pop(0)
+            admitted.append(req)
+        set_time_batch(admitted, "set_forward_entry_time")
+
+    def _finish_unstarted(self, req: Req) -> None:
+        """End a request that needs no forward: refused after queueing, or asked for no tokens."""
+        req.update_finish_state(new_accepted_len=0)
+        if not req.finished():
+            req.finished_reason = FINISH_LENGTH(length=0)
+        req.time_stats.set_quick_finish_time()
+        self._stream([req])
+
+    def _finish_aborted(self) -> None:
+        """End live requests that a client aborted, whether or not they took part in the last step."""
+        assert self.engine is not None
+        aborted = [request for request in self.engine.live if request.req.to_finish]
+        for request in aborted:
+            request.req.update_finish_state(new_accepted_len=0)
+        self._release(aborted)
+        self._stream([request.req for request in aborted])
+
+    def _release(self, finished: list[LiveRequest]) -> None:
+        assert self.engine is not None
+        for request in finished:
+            release_kv_cache(request.req, self.tree_cache, checkpoint=False)
+            request.req.time_stats.set_completion_time()
+        self.engine.retire(finished)
+
+    def _stream(self, reqs: list[Req]) -> None:
+        if reqs:
+            self.output_streamer.stream_output(reqs, any(req.return_logprob for req in reqs))

@@ -1,0 +1,1 @@
+"""The bundled model: task, tokenizer, training script, weights."""

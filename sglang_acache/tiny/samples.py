@@ -1,0 +1,138 @@
+"""Training batches: requests as the server will see them, with some of the answer masked.
+
+Every batch has one shape (number of facts, hole, text around the request), so no padding is needed; tasks and
+layouts are mixed inside it.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sglang_acache.tiny import task
+from sglang_acache.tiny import vocabulary as words
+
+TASK_SHARES = {"hop": 0.5, "kv": 0.2, "upd": 0.15, "echo": 0.15}
+HOLES = (12, 12, 12, 16, 16, 20, 24)
+BLOCK_LENGTHS = (4, 4, 4, 2, 8, 0)  # 0: the whole hole is one block
+LATER_WEIGHT = 0.25  # loss weight of masks after the current block
+ANSWER = 2 * task.N_SLOTS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all requests of one batch share."""
+
+    n_facts: int
+    n_names: int
+    hole: int
+    before: list[int]  # token ids in front of the left context
+    after: list[int]  # token ids between the left context and the hole
+    block_length: int
+
+
+@dataclass
+class Batch:
+    """ids [B, T] with masks in place; holes [B, n] the hole's positions; targets and weights [B, n].
+
+    The rest locates the auxiliary targets. Rows are (batch index, position) pairs [2, N].
+    """
+
+    ids: Tensor
+    holes: Tensor
+    targets: Tensor
+    weights: Tensor
+    probes: dict[str, Tensor] = field(default_factory=dict)  # task -> [B, n] value masks whose slot is visible
+    names_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of the facts' name tokens
+    names_object: Tensor = field(default_factory=lambda: torch.empty(0))
+    names_place: Tensor = field(default_factory=lambda: torch.empty(0))
+    masks_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of masked values that need the facts
+    masks_object: Tensor = field(default_factory=lambda: torch.empty(0))
+    masks_fact: Tensor = field(default_factory=lambda: torch.empty(0))  # position of the asked fact's name
+
+
+def draw_shape(rng: random.Random, n_facts: int, n_names: int) -> Shape:
+    filler = [words.TOKEN_IDS[w] for w in rng.choices(words.FILLER, k=rng.randint(1, 16))]
+    ids = words.TOKEN_IDS
+
+    def turn(role: str) -> list[int]:
+        return [ids[words.HEADER_OPEN], ids[role], ids[words.HEADER_CLOSE]]
+
+    kind = rng.choices(("plain", "filler", "bos", "chat", "system"), (0.4, 0.1, 0.15, 0.2, 0.15))[0]
+    close = [ids[words.TURN_END]]
+    before, after = {
+        "plain": ([], []),
+        "filler": (filler, []),
+        "bos": ([ids[words.BOS]], []),
+        "chat": ([ids[words.BOS], *turn("user")], [*close, *turn("assistant")]),
+        "system": ([ids[words.BOS], *turn("system"), *filler, *close, *turn("user")], [*close, *turn("assistant")]),
+    }[kind]
+    hole = rng.choice(HOLES)
+    return Shape(n_facts, n_names, hole, before, after, rng.choice(BLOCK_LENGTHS) or hole)
+
+
+def draw_masks(rng: random.Random, shape: Shape) -> list[float]:
+    """Loss weight of each hole position; 0 means committed (visible)."""
+    weights = [0.0] * shape.hole
+    everywhere = rng.random() < 0.15
+    block = shape.hole if everywhere else shape.block_length
+    start = 0
+    if not everywhere:
+        last = shape.hole if rng.random() < 0.15 else ANSWER
+        start = rng.randrange(0, last, block)
+    share, slots_visible = rng.random(), rng.random() < 0.5
+    for i in range(start, shape.hole):
+        if i >= start + block:
+            weights[i] = LATER_WEIGHT
+        elif rng.random() < share and not (slots_visible and i < ANSWER and i % 2 == 0):
+            weights[i] = 1.0
+    if not any(weights):
+        weights[min(start + 1, shape.hole - 1)] = 1.0
+    return weights
+
+
+def lay_out_ids(puzzle: task.Puzzle, shape: Shape, layout: str) -> tuple[list[int], int, int]:
+    """The solved canvas, the hole's start and the affix's start."""
+    item = task.lay_out(puzzle, layout, shape.hole)
+    left = [*shape.before, *words.encode(item.left), *shape.after]
+    answer = words.encode(item.answer) + [words.TOKEN_IDS[words.EOS]] * (shape.hole - ANSWER)
+    affix = item.affix_span[0] + len(shape.before) + (len(shape.after) if layout == "suffix" else 0)
+    return left + answer + words.encode(item.right), len(left), affix
+
+
+def draw_batch(rng: random.Random, stream: Iterator[task.Puzzle], shape: Shape, size: int) -> Batch:
+    ids, holes, weights = [], [], []
+    probes: dict[str, list[list[bool]]] = {name: [] for name in task.TASKS}
+    names: list[tuple[int, int, int, int]] = []  # batch index, position, object, place
+    asked: list[tuple[int, int, int, int]] = []  # batch index, position, object, position of the fact's name
+    for b in range(size):
+        puzzle = next(stream)
+        canvas, hole, affix = lay_out_ids(puzzle, shape, rng.choice(task.LAYOUTS))
+        masks = draw_masks(rng, shape)
+        name_at = [affix + 1 + task.FACT_WORDS * j + 2 for j in range(shape.n_facts)]
+        place_of, facts = dict(puzzle.updates), puzzle.facts
+        for j, (thing, name) in enumerate(zip(facts.objects, facts.names, strict=True)):
+            names.append((b, name_at[j], words.TOKEN_IDS[thing], words.TOKEN_IDS[place_of[name]]))
+        if puzzle.task in ("hop", "kv"):
+            for slot, thing in enumerate(puzzle.asked):
+                if masks[2 * slot + 1]:
+                    fact = name_at[facts.objects.index(thing)]
+                    asked.append((b, hole + 2 * slot + 1, words.TOKEN_IDS[thing], fact))
+        seen = [i < ANSWER and i % 2 == 1 and masks[i] == 1.0 and not masks[i - 1] for i in range(shape.hole)]
+        for name in probes:
+            probes[name].append(seen if name == puzzle.task else [False] * shape.hole)
+        ids.append(canvas)
+        holes.append(list(range(hole, hole + shape.hole)))
+        weights.append(masks)
+    solved, at, w = torch.tensor(ids), torch.tensor(holes), torch.tensor(weights)
+    targets = solved.gather(1, at)
+    masked = solved.scatter(1, at, torch.where(w > 0, words.TOKEN_IDS[words.MASK], targets))
+    n, a = torch.tensor(names).T, torch.tensor(asked or [(0, 0, 0, 0)]).T
+    if not asked:
+        a = a[:, :0]
+    return Batch(
+        masked, at, targets, w, {name: torch.tensor(rows) for name, rows in probes.items()},
+        n[:2], n[2], n[3], a[:2], a[2], a[3],
+    )  # fmt: skip
