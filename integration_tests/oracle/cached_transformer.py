@@ -105,11 +105,9 @@ class CachedTransformer:
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-    def _attend(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group = self.heads // self.kv_heads
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         scores = torch.einsum("rhd,khd->hrk", q, keys) / self.head_dim**0.5
         weights = scores.softmax(dim=-1)
-        return torch.einsum("hrk,khd->rhd", weights, values).reshape(len(q), -1), weights
+        return torch.einsum("hrk,khd->rhd", weights, values).flatten(1), weights

@@ -247,7 +247,10 @@ def _dream_config(spec: CheckpointSpec) -> dict[str, object]:
     return {
         "architectures": [DREAM],
         "attention_dropout": 0.0,
-        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamModel",
+        },
         "bos_token_id": spec.special("<|startoftext|>"),
         "default_block_length": spec.block_length,
         "eos_token_id": spec.eos_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 
@@ -28,7 +29,7 @@ class Affix:
 
     def nodes(self) -> list[tuple[int, int]]:
         edges = [self.start, *self.cuts, self.stop]
-        return list(zip(edges, edges[1:], strict=False))
+        return list(pairwise(edges))
 
 
 @dataclass

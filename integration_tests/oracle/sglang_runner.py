@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,12 @@ class Query:
 
 
 class SGLangRunner:
-    """Loads a checkpoint as the server would, plugins included. One at a time in a process; ``close`` it."""
+    """Loads a checkpoint as the server would, plugins included.
+
+    A process holds one at a time: making one closes the last.
+    """
+
+    _live: ClassVar[SGLangRunner | None] = None
 
     def __init__(self, folder: Path, dtype: str = "float32", trust_remote_code: bool = False) -> None:
         os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang_acache.models")
@@ -40,8 +45,8 @@ class SGLangRunner:
 
         load_plugins()
         from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.model_executor.model_runner import ModelRunner
         from sglang.srt.distributed import bootstrap
+        from sglang.srt.model_executor.model_runner import ModelRunner
         from sglang.srt.runtime_context import SpawnRanks, get_device, publish
         from sglang.srt.server_args import ServerArgs
 
@@ -56,15 +61,22 @@ class SGLangRunner:
         )
         publish(args, role="scheduler", ranks=SpawnRanks(gpu_id=0, world_rank=0, dp_rank=None))
         config = ModelConfig.from_server_args(args)
+        if SGLangRunner._live is not None:
+            SGLangRunner._live.close()
         port = _free_port()
         bootstrap.init_parallel_runtime(server_args=args, device=get_device().device, dist_port=port)
-        bootstrap.init_layer_runtime(model_config=config)
-        self.runner = ModelRunner(
-            model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=args
-        )
-        self.runner.alloc_memory_pool()
-        self.runner.init_attention_backends()
-        self.runner.init_cuda_graphs()
+        SGLangRunner._live = self
+        try:
+            bootstrap.init_layer_runtime(model_config=config)
+            self.runner = ModelRunner(
+                model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=args
+            )
+            self.runner.alloc_memory_pool()
+            self.runner.init_attention_backends()
+            self.runner.init_cuda_graphs()
+        except BaseException:
+            self.close()
+            raise
         self.model: Any = self.runner.model
 
     def forward(self, queries: Sequence[Query]) -> torch.Tensor:
@@ -74,8 +86,10 @@ class SGLangRunner:
     def close(self) -> None:
         from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
 
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        if SGLangRunner._live is self:
+            SGLangRunner._live = None
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 def whole_canvas(tokens: Sequence[int], first_slot: int, rows: Sequence[int] | None = None) -> Query:
@@ -88,6 +102,7 @@ def whole_canvas(tokens: Sequence[int], first_slot: int, rows: Sequence[int] | N
 def _forward_batch(queries: Sequence[Query]) -> Any:
     from acache_kernels.layout import RaggedLayout
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
     from sglang_acache.srt.step import STATE_KEY, StepTensors
 
     lengths = [len(query.tokens) for query in queries]
@@ -99,7 +114,9 @@ def _forward_batch(queries: Sequence[Query]) -> Any:
         write_slots=_flat(query.write_slots for query in queries),
         logit_rows=torch.tensor(rows, dtype=torch.int64),
         layout=RaggedLayout.build(
-            lengths, [len(query.read_slots) for query in queries], _flat(query.read_slots for query in queries)
+            lengths,
+            [len(query.read_slots) for query in queries],
+            _flat(query.read_slots for query in queries),
         ),
     )
     nothing = torch.zeros(0, dtype=torch.int64)

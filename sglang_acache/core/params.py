@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,17 +39,20 @@ FIELDS = ("block_length", "steps", "threshold", "factor", "remasking", "cache")
 _SCHEDULE = ("steps", "threshold", "factor")
 
 
-def override(defaults: DiffusionParams, values: Mapping[str, Any]) -> DiffusionParams:
+def override(
+    defaults: DiffusionParams, values: Mapping[str, Any], known: Sequence[str] = FIELDS
+) -> DiffusionParams:
     """``defaults`` with a client's ``values`` (keys of ``FIELDS``) checked and applied.
 
-    Naming one of steps / threshold / factor replaces the default schedule; naming two is an error.
+    Naming one of steps / threshold / factor replaces the default schedule; naming two is an error. ``known`` is what
+    the error for an unknown key lists.
 
     Raises:
         ParamError: unknown key, wrong type or range, or two schedules.
     """
     for key in values:
         if key not in FIELDS:
-            raise ParamError(str(key), f"unknown parameter; known are {', '.join(FIELDS)}")
+            raise ParamError(str(key), f"unknown parameter; known are {', '.join(known)}")
     checked = {key: _CHECKS[key](key, value) for key, value in values.items() if value is not None}
     schedules = [key for key in _SCHEDULE if key in checked]
     if len(schedules) > 1:

@@ -44,7 +44,7 @@ def denoise_entry(request: DiffusionRequest) -> Entry:
         tokens=request.canvas.tokens[positions],
         positions=positions,
         write_slots=request.write_slot_map[positions],
-        read_slots=request.read_slot_map,
+        read_slots=request.attended_slots,
         logit_rows=rows,
         masked_positions=masked,
     )

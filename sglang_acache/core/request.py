@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +30,14 @@ class DiffusionRequest:
     """A request between admission and its last token.
 
     ``read_slot_map`` int64 ``[T]``: the K/V slot every position is read from. ``write_slot_map`` int64 ``[T]``: the
-    private slot a forward of that position stores to, or ``SHARED``. Invariant: where ``write_slot_map`` is not
-    ``SHARED`` it equals ``read_slot_map``, and every position in ``recompute_positions`` has a private slot.
+    private slot a forward of that position stores to, or ``SHARED``. ``recompute_positions`` int64 ``[R]``: what a
+    block's start forwards, ascending. ``attended_slots`` int64 ``[k]``: the slots attention reads, in order of
+    position. Invariant: where ``write_slot_map`` is not ``SHARED`` it equals ``read_slot_map``, and every position
+    in ``recompute_positions`` has a private slot; so no forward can write a shared slot.
     """
 
     __slots__ = (
+        "attended_slots",
         "canvas",
         "forward_passes",
         "params",
@@ -56,16 +60,48 @@ class DiffusionRequest:
         self.shift_logits = shift_logits
         self.policy = CACHE_POLICIES[params.cache]
         empty = np.empty(0, dtype=np.int64)
-        self.read_slot_map, self.write_slot_map, self.recompute_positions = empty, empty, empty
+        self.read_slot_map, self.write_slot_map = empty, empty
+        self.recompute_positions, self.attended_slots = empty, empty
         self.stored = False  # whether the slots hold K/V of this canvas, so that a step may forward less than all
         self.forward_passes = 0
         self.recompute_tokens = 0
 
     def use_private_slots(self, slots: np.ndarray) -> None:
         """Give every position its own slot, int64 ``[T]``: no reuse. The next forward covers the whole canvas."""
-        self.read_slot_map = slots
+        self.read_slot_map = self.attended_slots = slots
         self.write_slot_map = slots
         self.recompute_positions = np.arange(len(self.canvas))
+        self.stored = False
+
+    def use_shared_slots(self, spans: Sequence[tuple[np.ndarray, np.ndarray]], slots: np.ndarray) -> None:
+        """Read spans from shared slots and everything else from ``slots`` (int64, one for each other position).
+
+        ``spans`` are pairs of positions and shared slots, int64 ``[L]`` each, not overlapping.
+        """
+        shared = np.zeros(len(self.canvas), dtype=bool)
+        read = np.full(len(self.canvas), SHARED, dtype=np.int64)
+        for positions, shared_slots in spans:
+            shared[positions] = True
+            read[positions] = shared_slots
+        self.recompute_positions = np.flatnonzero(~shared)
+        read[self.recompute_positions] = slots
+        write = np.full(len(self.canvas), SHARED, dtype=np.int64)
+        write[self.recompute_positions] = slots
+        self.read_slot_map = self.attended_slots = read
+        self.write_slot_map = write
+        self.stored = False
+
+    def override_anchors(self, positions: np.ndarray, slots: np.ndarray, *, drop_others: bool = False) -> None:
+        """Give ``positions`` (int64 ``[K]``, so far shared) private ``slots``: they join the recompute set.
+
+        With ``drop_others`` the positions that stay shared are left out of attention altogether (ablation).
+        """
+        self.read_slot_map = self.read_slot_map.copy()
+        self.read_slot_map[positions] = slots
+        self.write_slot_map[positions] = slots
+        self.recompute_positions = np.flatnonzero(self.write_slot_map != SHARED)
+        own = self.read_slot_map[self.recompute_positions]
+        self.attended_slots = own if drop_others else self.read_slot_map
         self.stored = False
 
     @property
@@ -94,7 +130,7 @@ class DiffusionRequest:
         return CommitRule(threshold=params.threshold)
 
     def note_forward(self, num_positions: int) -> None:
-        """Account for a forward of this request that has been done."""
+        """Account for a denoising forward of this request that has been done."""
         self.stored = True
         self.forward_passes += 1
         self.recompute_tokens += num_positions

@@ -52,6 +52,27 @@ class DiffusionLMConfig(PretrainedConfig):
         return float((self.rope_parameters or {}).get("rope_theta", self.published_rope_theta))
 
     @property
+    def query_heads(self) -> int:
+        return self._published("original_num_attention_heads", "num_attention_heads")
+
+    @property
+    def key_heads(self) -> int:
+        return self._published("original_total_num_kv_heads", "num_key_value_heads")
+
+    @property
+    def mlp_width(self) -> int:
+        return self._published("original_intermediate_size", "intermediate_size")
+
+    def _published(self, kept: str, field: str) -> int:
+        """A size as config.json gives it.
+
+        On a CPU SGLang rounds some sizes up, in place, for kernels that are not used here, and keeps the old value
+        as ``kept``. The model is built, and its tensors are checked, by the published sizes.
+        """
+        value: Any = getattr(self, kept, None)
+        return int(getattr(self, field) if value is None else value)
+
+    @property
     def embedding_rows(self) -> int:
         """Rows of the embedding and of the output head; those past ``vocab_size`` are padding."""
         return self.vocab_size
@@ -71,9 +92,7 @@ class DiffusionLMConfig(PretrainedConfig):
         for field in (*sizes, "intermediate_size", "vocab_size", "max_position_embeddings"):
             value = getattr(self, field)
             if not isinstance(value, int) or value <= 0:
-                raise self._unsupported(
-                    self.attribute_map.get(field, field), value, "must be a positive integer"
-                )
+                raise self._unsupported(self.attribute_map.get(field, field), value, "must be a positive integer")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             name = self.attribute_map.get("num_key_value_heads", "num_key_value_heads")

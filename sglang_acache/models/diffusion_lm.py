@@ -28,11 +28,9 @@ from sglang_acache.models.weights import WeightNames, load_checkpoint, tensor_sh
 class DiffusionMLP(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``, x ``[N, hidden]``."""
 
-    def __init__(
-        self, config: DiffusionLMConfig, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, config: DiffusionLMConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, config.mlp_width
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden,
             [inner] * 2,
@@ -63,7 +61,7 @@ class DiffusionAttention(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.query_heads, config.key_heads
         head_dim = config.hidden_size // heads
         tp_size = get_parallel().tp_size
         if heads % tp_size or max(kv_heads, tp_size) % min(kv_heads, tp_size):
@@ -121,9 +119,7 @@ class DiffusionLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DiffusionAttention(
-            config, layer_id, rotary_emb, quant_config, add_prefix("self_attn", prefix)
-        )
+        self.self_attn = DiffusionAttention(config, layer_id, rotary_emb, quant_config, add_prefix("self_attn", prefix))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DiffusionMLP(config, quant_config, add_prefix("mlp", prefix))
 
@@ -147,9 +143,7 @@ class DiffusionLayer(nn.Module):
 class DiffusionBackbone(nn.Module):
     """Embedding, blocks and final norm."""
 
-    def __init__(
-        self, config: DiffusionLMConfig, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, config: DiffusionLMConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.embedding_rows,
@@ -158,14 +152,12 @@ class DiffusionBackbone(nn.Module):
             prefix=add_prefix("embed_tokens", prefix),
         )
         self.rotary_emb = RotaryPositions(
-            config.hidden_size // config.num_attention_heads,
-            config.max_position_embeddings,
+            config.hidden_size // config.query_heads,
+            max(config.max_position_embeddings, getattr(config, "context_len", 0)),  # --context-length may ask for more
             config.rope_theta,
         )
         self.layers = nn.ModuleList(
-            DiffusionLayer(
-                config, index, self.rotary_emb, quant_config, add_prefix(f"layers.{index}", prefix)
-            )
+            DiffusionLayer(config, index, self.rotary_emb, quant_config, add_prefix(f"layers.{index}", prefix))
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -241,9 +233,7 @@ class DiffusionLM(nn.Module):
             next_token_logits=None, full_logits=self._logits(hidden_states, residual, forward_batch)
         )
 
-    def _logits(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
+    def _logits(self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         if not len(hidden_states):
             return hidden_states.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         hidden_states, _ = self.model.norm(hidden_states, residual)

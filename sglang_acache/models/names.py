@@ -90,14 +90,14 @@ def _in_cache(model: str, revision: str | None) -> bool:
 
 def _hub_problem(model: str, revision: str | None) -> str | None:
     """Why the hub cannot give the model's config, in a few words; None when it can."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set"
     try:
-        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision), timeout=_CONNECT_TIMEOUT_S)
+        get_hf_file_metadata(_hub_url(model, revision), timeout=_CONNECT_TIMEOUT_S)
     except GatedRepoError:
         return "the repository is gated: log in first"
     except RevisionNotFoundError:
@@ -107,3 +107,9 @@ def _hub_problem(model: str, revision: str | None) -> str | None:
     except Exception as error:  # every transport has errors of its own
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
+
+
+def _hub_url(model: str, revision: str | None) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(model, "config.json", revision=revision)

@@ -31,9 +31,7 @@ class RotaryPositions(nn.Module):
             angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq  # [P, D / 2]
             self.register_buffer("cos_sin", torch.cat([angles.cos(), angles.sin()], dim=-1), persistent=False)
 
-    def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated ``(q, k)``; positions ``[N]``, q ``[N, Hq * D]``, k ``[N, Hk * D]``."""
         if self.fused is not None:
             return self.fused(positions, q, k)

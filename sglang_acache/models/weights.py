@@ -96,28 +96,25 @@ def load_checkpoint(
 
 def tensor_shapes(config: DiffusionLMConfig) -> dict[Place, tuple[int, ...]]:
     """Shape of every ``.weight`` in the checkpoint, by our module (inside its layer) and shard."""
-    hidden, inner, rows = config.hidden_size, config.intermediate_size, config.embedding_rows
-    head_dim = hidden // config.num_attention_heads
-    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    hidden, inner, rows = config.hidden_size, config.mlp_width, config.embedding_rows
+    keys = hidden // config.query_heads * config.key_heads
     return {
         ("model.embed_tokens", None): (rows, hidden),
         ("lm_head", None): (rows, hidden),
         ("model.norm", None): (hidden,),
         ("input_layernorm", None): (hidden,),
         ("post_attention_layernorm", None): (hidden,),
-        ("self_attn.qkv_proj", "q"): (queries, hidden),
+        ("self_attn.qkv_proj", "q"): (hidden, hidden),
         ("self_attn.qkv_proj", "k"): (keys, hidden),
         ("self_attn.qkv_proj", "v"): (keys, hidden),
-        ("self_attn.o_proj", None): (hidden, queries),
+        ("self_attn.o_proj", None): (hidden, hidden),
         ("mlp.gate_up_proj", 0): (inner, hidden),
         ("mlp.gate_up_proj", 1): (inner, hidden),
         ("mlp.down_proj", None): (hidden, inner),
     }
 
 
-def _check_shape(
-    name: str, place: Place, tensor: torch.Tensor, shapes: Mapping[Place, tuple[int, ...]]
-) -> None:
+def _check_shape(name: str, place: Place, tensor: torch.Tensor, shapes: Mapping[Place, tuple[int, ...]]) -> None:
     stem, _, suffix = place[0].rpartition(".")
     shape = shapes[_split_layer(stem)[1], place[1]]
     expected = shape[:1] if suffix == "bias" else shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
@@ -18,9 +19,14 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from sglang_acache.core.spans import SpanTree
+
 
 class AffixCache(BasePrefixCache):
-    """Row positions a request does not own are shared: ``free_kv_row`` leaves them alone."""
+    """Row positions a request does not own are shared: ``free_kv_row`` leaves them alone.
+
+    ``tree`` holds the shared spans; None where nothing is reused.
+    """
 
     def __init__(self, req_to_token_pool: Any, allocator: Any, page_size: int, device: Any) -> None:
         self.req_to_token_pool = req_to_token_pool
@@ -31,9 +37,11 @@ class AffixCache(BasePrefixCache):
         self.root_node = None
         self.private_slots: dict[int, torch.Tensor] = {}
 
-    def own(self, row: int, slots: torch.Tensor) -> None:
+        self.tree: SpanTree | None = None
+
+    def own(self, row: int, slots: np.ndarray) -> None:
         """Record that the request in ``row`` of ``req_to_token`` owns ``slots`` int64 ``[n]``, in any order."""
-        self.private_slots[row] = slots
+        self.private_slots[row] = torch.from_numpy(slots).to(self.device)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         slots = self.private_slots.pop(kv.req_pool_idx, None)
@@ -41,7 +49,19 @@ class AffixCache(BasePrefixCache):
             self.token_to_kv_pool_allocator.free(slots)
 
     def reset(self) -> None:
+        """Flush: called when nothing runs, right before SGLang marks every slot free."""
         self.private_slots.clear()
+        if self.tree is not None:
+            self.tree.flush()
+
+    def evictable_size(self) -> int:
+        return 0 if self.tree is None else self.tree.evictable
+
+    def protected_size(self) -> int:
+        return 0 if self.tree is None else self.tree.protected
+
+    full_evictable_size = evictable_size
+    full_protected_size = protected_size
 
     def match_prefix(self, params: Any) -> MatchResult:
         return MatchResult(device_prefix_len=0, last_device_node=None, last_host_node=None, best_match_node=None)
@@ -50,7 +70,7 @@ class AffixCache(BasePrefixCache):
         """Nothing of a running request may be kept: see the module's first lines."""
 
     def evict(self, params: Any) -> EvictResult:
-        return EvictResult()
+        return EvictResult(num_tokens_evicted=0 if self.tree is None else self.tree.evict(params.num_tokens))
 
     def inc_lock_ref(self, node: Any) -> IncLockRefResult:
         return IncLockRefResult()

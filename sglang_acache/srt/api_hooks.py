@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from sglang_acache.core.params import ParamError
 from sglang_acache.srt.launch import is_ours
 from sglang_acache.srt.request_fields import RequestLimits, normalise_request
 
@@ -15,7 +16,10 @@ def validate_one_request(manager: Any, obj: Any, input_ids: list[int] | None) ->
 
     if not is_ours(manager.model_config.hf_config.architectures) or not isinstance(obj, GenerateReqInput):
         return
-    sampling = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
+    given = obj.sampling_params or {}
+    if not isinstance(given, dict):
+        raise ParamError("sampling_params", "must be one object for one prompt, a list only for a list of prompts")
+    sampling = {**(manager.preferred_sampling_params or {}), **given}
     obj.sampling_params = normalise_request(
         obj, input_ids or [], sampling, _limits(manager), _tokenize(manager.tokenizer)
     )

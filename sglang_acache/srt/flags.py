@@ -5,11 +5,14 @@ files, ``/server_info`` and every spawned process. This module must not postpone
 """
 
 # ruff: noqa: UP045
+import argparse
 import sys
 from typing import Any, Optional
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
+
+from sglang_acache.core.reuse_params import SELECTORS
 
 NAMESPACE = "acache"
 _NS = NS(NAMESPACE)
@@ -44,6 +47,35 @@ class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[cal
     ] = 8192
     enable_acache: A[
         bool, Arg(help="Reuse the K/V of text that requests share (ACache), on diffusion LLMs."), _NS
+    ] = False
+
+    acache_anchor_ratio: A[
+        float, Arg(help="ACache: share of each reused span that every request recomputes, 0 to 1."), _NS
+    ] = 0.2
+    acache_selector: A[
+        str, Arg(help="ACache: how the recomputed tokens are chosen.", choices=list(SELECTORS)), _NS
+    ] = "attention"
+    acache_coverage: A[
+        Optional[float],
+        Arg(help="ACache: recompute only until this share of the importance is covered, capped by the ratio."),
+        _NS,
+    ] = None
+    acache_min_affix_tokens: A[int, Arg(help="ACache: shortest span that is reused, in tokens."), _NS] = 32
+    acache_max_shared_tokens: A[
+        Optional[int], Arg(help="ACache: most K/V slots that shared spans may hold. Default: half the pool."), _NS
+    ] = None
+    acache_affix_file: A[
+        Optional[str],
+        Arg(help="ACache: JSONL file of spans to declare at launch: text or ids, name, pinned, namespace."),
+        _NS,
+    ] = None
+    acache_discover: A[
+        bool,
+        Arg(help="ACache: find recurring spans in prompts by itself.", action=argparse.BooleanOptionalAction),
+        _NS,
+    ] = True
+    acache_debug: A[
+        bool, Arg(help="ACache: hash shared K/V and fail when one changes after its encoding (slow)."), _NS
     ] = False
 
     def resolve_once(self) -> None:

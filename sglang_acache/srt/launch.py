@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from sglang_acache.core.params import FIELDS, DiffusionParams, ParamError, check_integer, override
+from sglang_acache.core.reuse_params import ReuseParams, override_reuse
 from sglang_acache.models.defaults import MODEL_DEFAULTS
 from sglang_acache.models.names import ensure_available, is_short_name, resolve_model
+from sglang_acache.srt.affix_file import read_affix_file
 
 PREFIX = "diffusion_"
 RADIX_CACHE_BACKEND = "acache"
@@ -64,8 +66,13 @@ def validate(server_args: Any) -> None:
 def _check_own_flags(server_args: Any) -> None:
     try:
         launch_params(server_args, DiffusionParams())
-        for name in ("diffusion_max_new_tokens", "diffusion_step_tokens"):
+        launch_reuse(server_args)
+        for name in ("diffusion_max_new_tokens", "diffusion_step_tokens", "acache_min_affix_tokens"):
             check_integer(name, getattr(server_args, name))
+        if server_args.acache_max_shared_tokens is not None:
+            check_integer("acache_max_shared_tokens", server_args.acache_max_shared_tokens)
+        if server_args.acache_affix_file is not None:
+            read_affix_file(server_args.acache_affix_file)
     except ParamError as error:
         raise LaunchError(f"--{str(error).replace('_', '-', error.field.count('_'))}") from error
 
@@ -77,6 +84,16 @@ def launch_params(source: Any, defaults: DiffusionParams) -> DiffusionParams:
         return override(defaults, {name: value for name, value in values.items() if value is not None})
     except ParamError as error:
         raise ParamError(PREFIX + error.field, str(error).removeprefix(error.field + ": ")) from error
+
+
+def launch_reuse(source: Any) -> ReuseParams:
+    """Reuse defaults from the flags ``--acache-*``; ``source`` is a ServerArgs or its config bag."""
+    names = ("anchor_ratio", "selector", "coverage")
+    values = {name: getattr(source, f"acache_{name}") for name in names}
+    try:
+        return override_reuse(ReuseParams(), values, prompt_tokens=0)
+    except ParamError as error:
+        raise ParamError(error.field.replace(".", "_"), str(error).removeprefix(error.field + ": ")) from error
 
 
 def _incompatible(view: Any) -> list[tuple[str, bool, str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_acache.core.params import DiffusionParams
 from sglang_acache.models.defaults import ModelDefaults, model_defaults
-from sglang_acache.srt.launch import launch_params
+from sglang_acache.srt.launch import launch_params, launch_reuse
 from sglang_acache.srt.request_fields import RequestLimits
 
 
@@ -33,6 +33,7 @@ def request_limits(flags: Any, model_config: Any, tokenizer: Any) -> RequestLimi
         vocab_limit=vocabulary_limit(tokenizer, model_config.hf_config),
         needs_left_context=defaults.shift_logits,
         stop_token_ids=_stop_token_ids(tokenizer, defaults),
+        reuse=launch_reuse(flags) if flags.enable_acache else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,11 @@ import numpy as np
 from sglang_acache.core.canvas import Canvas, canvas_length
 from sglang_acache.core.plan import Entry
 from sglang_acache.core.request import DiffusionRequest, Sampling
+from sglang_acache.core.reuse import Reuse
+from sglang_acache.core.reuse_params import ReuseParams
 from sglang_acache.core.seeds import seed_from_text
+from sglang_acache.core.spans import Segment
+from sglang_acache.core.spans.types import as_tokens
 from sglang_acache.srt.request_fields import RequestSpec
 from sglang_acache.srt.worker import Choices
 
@@ -26,11 +31,28 @@ class OutputLogprobs:
 class LiveRequest:
     """``req`` is SGLang's; ``spec`` is what the client asked; ``state`` exists from admission on."""
 
-    __slots__ = ("emitted", "logprobs", "req", "spec", "state", "waiting_since")
+    __slots__ = (
+        "emitted",
+        "logprobs",
+        "namespace",
+        "observed",
+        "req",
+        "reuse",
+        "reuse_params",
+        "segments",
+        "spec",
+        "state",
+        "waiting_since",
+    )
 
-    def __init__(self, req: Any, spec: RequestSpec) -> None:
+    def __init__(self, req: Any, spec: RequestSpec, reuse_params: ReuseParams) -> None:
         self.req = req
         self.spec = spec
+        self.reuse_params = reuse_params
+        self.reuse: Reuse | None = None
+        self.namespace = json.dumps([req.cache_salt, req.extra_key])  # tenants never share
+        self.observed = False  # whether span discovery has seen this prompt
+        self.segments = self._segments()
         self.state: DiffusionRequest | None = None
         self.emitted = 0  # generated tokens already in req.output_ids
         self.waiting_since = 0  # step counter of the last forward, for fairness
@@ -39,6 +61,18 @@ class LiveRequest:
     @property
     def left_context(self) -> np.ndarray:
         return np.asarray(self.req.origin_input_ids_unpadded, dtype=np.int64)
+
+    def _segments(self) -> list[Segment]:
+        """The text before and after the hole, at their canvas positions: no span crosses from one to the other."""
+        left, right = self.left_context, np.asarray(self.spec.right_context, dtype=np.int64)
+        return [Segment(as_tokens(left)), Segment(as_tokens(right), self.canvas_tokens - len(right))]
+
+    @property
+    def block_starts(self) -> int:
+        """Forwards of the whole recompute set that this request makes at most: one a block under a cache."""
+        generated = self.canvas_tokens - len(self.req.origin_input_ids_unpadded) - len(self.spec.right_context)
+        blocks = generated // self.spec.params.block_length
+        return max(blocks, self.spec.params.steps or 0) if self.spec.params.cache == "none" else blocks
 
     @property
     def canvas_tokens(self) -> int:

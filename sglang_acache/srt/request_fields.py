@@ -13,10 +13,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_acache.core.canvas import canvas_length
+from sglang_acache.core.params import FIELDS as DIFFUSION_FIELDS
 from sglang_acache.core.params import DiffusionParams, ParamError, check_integer, override
+from sglang_acache.core.reuse_params import ReuseParams, override_reuse
 
 WIRE_KEY = "diffusion"
 TEXT_FIELDS = ("suffix", "suffix_ids")
+REUSE_FIELD = "acache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class RequestLimits:
     vocab_limit: int
     needs_left_context: bool
     stop_token_ids: tuple[int, ...] = ()
+    reuse: ReuseParams | None = None
+    """Defaults of ``custom_params.acache``; None where the server was started without --enable-acache."""
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -68,22 +73,32 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Sampling fields that a parallel denoiser cannot honour, with the values that ask for nothing."""
 
-_REFUSED_INPUTS: dict[str, tuple[Any, ...]] = {
-    "return_hidden_states": (None, False),
-    "token_ids_logprob": (None, []),
-    "custom_logit_processor": (None,),
-    "lora_path": (None,),
-    "session_params": (None,),
-    "session_id": (None,),
-    "input_embeds": (None,),
-    "image_data": (None, []),
-    "video_data": (None, []),
-    "audio_data": (None, []),
-    "return_sampling_mask": (None, False),
-    "return_routed_experts": (None, False),
-    "max_thinking_tokens": (None,),
-    "watermark": (None,),
-}
+_REFUSED_INPUTS = (
+    "bootstrap_host",
+    "bootstrap_room",
+    "audio_data",
+    "custom_logit_processor",
+    "decode_tp_size",
+    "image_data",
+    "input_embeds",
+    "lora_path",
+    "max_thinking_tokens",
+    "multi_item_delimiter_indices",
+    "positional_embed_overrides",
+    "return_entropy",
+    "return_hidden_states",
+    "return_indexer_topk",
+    "return_routed_experts",
+    "return_sampling_mask",
+    "session_id",
+    "session_params",
+    "token_ids_logprob",
+    "token_indices_to_pool",
+    "video_data",
+    "watermark",
+)
+"""Request fields that a parallel denoiser cannot honour; None, False and what is empty ask for nothing."""
+
 _OPENAI_NAMES = {"json_schema": "response_format / json_schema", "min_new_tokens": "min_tokens / min_new_tokens"}
 
 
@@ -92,14 +107,21 @@ def refuse_unsupported(request: Any, sampling: Mapping[str, Any]) -> None:
     for name, neutral in _NEUTRAL.items():
         if sampling.get(name) not in neutral:
             raise ParamError(_OPENAI_NAMES.get(name, name), "not supported by diffusion LLMs; leave it out")
-    for name, neutral in _REFUSED_INPUTS.items():
+    for name in _REFUSED_INPUTS:
         value = getattr(request, name, None)
-        if value not in neutral and not (isinstance(value, list) and not any(value)):
+        if value and not (isinstance(value, list) and not any(value)):
             raise ParamError(name, "not supported by diffusion LLMs; leave it out")
-    if getattr(request, "return_logprob", False) and (getattr(request, "logprob_start_len", -1) or -1) >= 0:
+    if getattr(request, "return_logprob", False):
+        _check_logprobs(request)
+
+
+def _check_logprobs(request: Any) -> None:
+    start = getattr(request, "logprob_start_len", None)
+    if start is not None and start != -1:
         raise ParamError(
             "logprob_start_len", "input logprobs do not exist for a masked denoiser; leave it at -1 (output only)"
         )
+    check_integer("top_logprobs_num", getattr(request, "top_logprobs_num", None) or 0, minimum=0)
 
 
 def normalise_request(
@@ -121,6 +143,8 @@ def normalise_request(
         ParamError: names the field and the fix; SGLang answers it with status 400.
     """
     out = dict(sampling)
+    if out.get("n") is not None:
+        check_integer("n", out["n"])
     if out.get("max_new_tokens") is None:
         out["max_new_tokens"] = limits.max_new_tokens
     check_integer("max_new_tokens", out["max_new_tokens"], minimum=0)
@@ -129,7 +153,7 @@ def normalise_request(
     if limits.stop_token_ids:
         out["stop_token_ids"] = [*(out.get("stop_token_ids") or []), *limits.stop_token_ids]
     refuse_unsupported(request, out)
-    spec = _parse_spec(out.get("custom_params"), limits, tokenize)
+    spec = _parse_spec(out.get("custom_params"), len(left_context), limits, tokenize)
     _check_prompt(left_context, spec, limits)
     _check_canvas(len(left_context), spec, out["max_new_tokens"], limits)
     out["custom_params"] = spec.to_wire()
@@ -137,17 +161,26 @@ def normalise_request(
 
 
 def _parse_spec(
-    custom: Any, limits: RequestLimits, tokenize: Callable[[str], list[int]] | None
+    custom: Any, left: int, limits: RequestLimits, tokenize: Callable[[str], list[int]] | None
 ) -> RequestSpec:
     if custom is None:
         custom = {}
     if not isinstance(custom, dict):
         raise ParamError("custom_params", f"must be an object, got {type(custom).__name__}")
-    if WIRE_KEY in custom and len(custom) == 1:  # already normalised: a parallel sample of the same request
-        return RequestSpec.from_wire(custom, limits.defaults)
-    values = {key: value for key, value in custom.items() if key not in TEXT_FIELDS}
-    params = override(limits.defaults, values)
-    return RequestSpec(params, _right_context(custom, limits, tokenize))
+    values = {key: value for key, value in custom.items() if key not in (*TEXT_FIELDS, REUSE_FIELD)}
+    params = override(limits.defaults, values, known=(*DIFFUSION_FIELDS, *TEXT_FIELDS, REUSE_FIELD))
+    right = _right_context(custom, limits, tokenize)
+    return RequestSpec(params, right, _reuse(custom.get(REUSE_FIELD), left + len(right), limits))
+
+
+def _reuse(values: Any, prompt_tokens: int, limits: RequestLimits) -> dict[str, Any]:
+    """The request's reuse parameters, as they travel; empty = the server's defaults."""
+    if values is None:
+        return {}
+    reuse = override_reuse(limits.reuse or ReuseParams(), values, prompt_tokens)
+    if limits.reuse is None and reuse.enabled:
+        raise ParamError(REUSE_FIELD, "this server reuses nothing; start it with --enable-acache")
+    return asdict(reuse)
 
 
 def _right_context(

@@ -14,10 +14,13 @@ from sglang.srt.observability.req_time_stats import set_time_batch
 from sglang.srt.runtime_context import get_context
 
 from sglang_acache.core.params import DiffusionParams
+from sglang_acache.core.reuse_params import ReuseParams
 from sglang_acache.models.defaults import mask_token_id, model_defaults
 from sglang_acache.srt.engine import DiffusionEngine
+from sglang_acache.srt.affix_setup import build_affixes
 from sglang_acache.srt.flags import NAMESPACE
-from sglang_acache.srt.launch import is_ours, launch_params
+from sglang_acache.srt.kv_device import AllocatorPool
+from sglang_acache.srt.launch import is_ours, launch_params, launch_reuse
 from sglang_acache.srt.limits import default_params, vocabulary_limit
 from sglang_acache.srt.live_request import LiveRequest
 from sglang_acache.srt.request_fields import RequestSpec
@@ -42,18 +45,26 @@ class DiffusionScheduler(Scheduler):
         flags = get_context().config_bag(NAMESPACE)
         defaults = model_defaults(config)
         self.defaults = launch_params(flags, default_params(defaults))
+        slots = AllocatorPool(self.token_to_kv_pool_allocator)
+        self.reuse_defaults = launch_reuse(flags)
+        vocab_limit = vocabulary_limit(self.tokenizer, config)
+        affixes = build_affixes(
+            flags, slots, self.tp_worker.model_runner, self.max_total_num_tokens, self.tokenizer, vocab_limit
+        )
+        self.tree_cache.tree = None if affixes is None else affixes.tree
         self.engine = DiffusionEngine(
             req_to_token_pool=self.req_to_token_pool,
-            allocator=self.token_to_kv_pool_allocator,
+            slots=slots,
             affix_cache=self.tree_cache,
             mask_token_id=mask_token_id(config),
             shift_logits=defaults.shift_logits,
             step_tokens=flags.diffusion_step_tokens,
+            affixes=affixes,
         )
         self.model_worker = DiffusionWorker(
             self.tp_worker,
             mask_token_id=mask_token_id(config),
-            vocab_limit=vocabulary_limit(self.tokenizer, config),
+            vocab_limit=vocab_limit,
         )
 
     def get_output_streamer_class(self) -> type:
@@ -68,7 +79,8 @@ class DiffusionScheduler(Scheduler):
         if self.engine is None:
             return super().validate_dllm_request(req)
         spec = RequestSpec.from_wire(req.sampling_params.custom_params, self.defaults)
-        live = req.diffusion = LiveRequest(req, spec)
+        reuse = ReuseParams(**spec.cache_options) if spec.cache_options else self.reuse_defaults
+        live = req.diffusion = LiveRequest(req, spec, reuse)
         if spec.right_context:
             # Usage counts the whole prompt; detokenizing continues from the left context alone.
             req.origin_input_ids = req.origin_input_ids_unpadded + type(req.origin_input_ids)("q", spec.right_context)
@@ -100,7 +112,7 @@ class DiffusionScheduler(Scheduler):
         if step is None:
             return BatchPlan(batch_to_run=None, running_batch=running_batch)
         batch = DiffusionBatch.init_new(
-            [request.req for request in self.engine.stepping],
+            [request.req for request in self.engine.batch_requests],
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
             self.tree_cache,

@@ -1,8 +1,8 @@
-"""How much of the answers survives when an affix's keys and values are reused: the method on one page, without a server.
+"""How much of the answers survives when an affix's keys and values are reused: the method on one page.
 
-Requests of one layout have equal lengths, so they are decoded as a batch: B requests, canvas of T tokens, hole of n
-masks, affix [l, r). Keys and values live in one cache [layers, B, H, T, d_head] per kind; a forward of some positions
-stores theirs first and then attends to all T.
+Requests of one layout have equal lengths, so they are decoded as a batch: B requests, canvas of T tokens,
+hole of n masks, affix [l, r). Keys and values live in one cache; a forward of some positions stores theirs
+first and then attends to all T.
 
     python -m sglang_acache.tiny.fidelity --checkpoint DIR
 """
@@ -58,25 +58,24 @@ class Canvases:
 
 @dataclass
 class Cache:
-    """Rotated keys and values, each [layers, B, H, T, d_head], and which positions may be attended to [B, T]."""
+    """Rotated keys and values [layers, B, H, T, d_head], and which positions may be attended to [B, T]."""
 
     keys: Tensor
     values: Tensor
     visible: Tensor
 
 
-def canvases(items: list[task.Item], before: list[int] | None = None, after: list[int] | None = None) -> Canvases:
+def canvases(
+    items: list[task.Item], before: list[int] | None = None, after: list[int] | None = None
+) -> Canvases:
     """`before` and `after` are token ids around the left context, for example a chat template's."""
     before, after = before or [], after or []
-    rows = [
-        [*before, *words.encode(i.left), *after, *[MASK] * i.hole, *words.encode(i.right)] for i in items
-    ]
+    rows = [[*before, *words.encode(i.left), *after, *[MASK] * i.hole, *words.encode(i.right)] for i in items]
     first = items[0]
     start = len(before) + len(first.left.split()) + len(after)
     shift = len(before) + (len(after) if first.layout == "suffix" else 0)
-    return Canvases(
-        torch.tensor(rows), range(start, start + first.hole), range(*(shift + edge for edge in first.affix_span))
-    )
+    left, right = first.affix_span
+    return Canvases(torch.tensor(rows), range(start, start + first.hole), range(shift + left, shift + right))
 
 
 def empty_cache(model: TinyLLaDA, c: Canvases) -> Cache:
@@ -91,7 +90,8 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Forward positions `at` [B, Q]: store their keys and values, attend to every visible position.
 
-    Returns the residual stream [B, Q, d]. `watch(q, k)` sees each layer's queries [B, H, Q, d_head] and all keys.
+    Returns the residual stream [B, Q, d]. `watch(q, k)` sees each layer's queries [B, H, Q, d_head] and all
+    keys [B, H, T, d_head].
     """
     cos, sin = rotary(model.config, torch.arange(c.ids.shape[1]))
     cos_sin = cos[at][:, None], sin[at][:, None]
@@ -110,7 +110,7 @@ def forward(
 
 
 def encode_alone(model: TinyLLaDA, c: Canvases) -> tuple[Tensor, Tensor]:
-    """Shared keys and values [layers, B, H, L, d_head]: the affix forwarded by itself, keys turned to its place."""
+    """Shared keys and values [layers, B, H, L, d_head]: the affix forwarded alone, keys re-based."""
     affix = Canvases(c.ids[:, c.affix.start : c.affix.stop], range(0), range(len(c.affix)))
     cache = empty_cache(model, affix)
     forward(model, affix, affix.positions(lambda _: True), cache)
@@ -230,6 +230,11 @@ class Score:
     questions: int
     n: int
 
+    @property
+    def percent(self) -> str:
+        """Questions right / whole answers right."""
+        return f"{100 * self.questions / self.n / task.N_SLOTS:.1f}/{100 * self.whole / self.n:.1f}"
+
     def __add__(self, other: "Score") -> "Score":
         return Score(self.whole + other.whole, self.questions + other.questions, self.n + other.n)
 
@@ -251,9 +256,9 @@ def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def evaluate(
-    model: TinyLLaDA, policy: Policy, layout: str, kind: str, n: int, split: str, seed: int = 0, hole: int = 12
+    model: TinyLLaDA, policy: Policy, layout: str, kind: str, n: int, split: str, hole: int = 12
 ) -> Score:
-    items = task.held_out(seed, n, layout, kind, split, hole)
+    items = task.held_out(0, n, layout, kind, split, hole)
     return score(decode(model, canvases(items), policy), items)
 
 
@@ -281,12 +286,12 @@ def report(model: TinyLLaDA, n: int, split: str) -> None:
         hop = [evaluate(model, policy, layout, "hop", n, split) for layout in task.LAYOUTS]
         kv = [evaluate(model, policy, layout, "kv", n, split) for layout in task.LAYOUTS]
         mixed = [a + b for a, b in zip(hop, kv, strict=True)]
-        cells = [f"{100 * s.questions / s.n / task.N_SLOTS:.1f}/{100 * s.whole / s.n:.1f}" for s in mixed + hop]
-        print(f"{policy.label:24}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+        print(f"{policy.label:24}" + "".join(f"{s.percent:>16}" for s in mixed + hop), flush=True)
     for layout in task.LAYOUTS:
-        total = sum((evaluate(model, Policy(), layout, k, n, split) for k in task.TASKS), Score(0, 0, 0))
-        low, high = wilson(total.whole, total.n)
-        print(f"{layout}: {total.whole} of {total.n} whole answers right, all tasks ({low:.1%} to {high:.1%})")
+        for kind in task.TASKS:
+            found = evaluate(model, Policy(), layout, kind, n, split)
+            low, high = wilson(found.whole, found.n)
+            print(f"{layout} {kind}: {found.whole}/{found.n} whole answers right ({low:.1%} to {high:.1%})")
 
 
 def main() -> None:

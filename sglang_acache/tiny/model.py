@@ -1,13 +1,14 @@
 """The LLaDA architecture in its smallest form: RMSNorm, rotary full attention, SwiGLU, untied output.
 
 Module names are chosen so that `state_dict()` has the published checkpoint's tensor names
-(``model.transformer.blocks.0.q_proj.weight`` ...). A block is split into `project` and `finish` so that a caller can
-put keys and values from elsewhere between the two.
+(``model.transformer.blocks.0.q_proj.weight`` ...). A block is split into `project` and `finish` so that a
+caller can put keys and values from elsewhere between the two.
 """
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -140,36 +141,40 @@ class Block(nn.Module):
         return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
 
 
+class Transformer(nn.Module):
+    def __init__(self, config: TinyConfig):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.ln_f = RMSNorm(config.d_model, config.rms_norm_eps)
+        self.ff_out = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+
 class TinyLLaDA(nn.Module):
     def __init__(self, config: TinyConfig | None = None):
         super().__init__()
-        self.config = config = config or TinyConfig()
-        transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.d_model),
-                "blocks": nn.ModuleList(Block(config) for _ in range(config.n_layers)),
-                "ln_f": RMSNorm(config.d_model, config.rms_norm_eps),
-                "ff_out": nn.Linear(config.d_model, config.vocab_size, bias=False),
-            }
-        )
-        self.model = nn.ModuleDict({"transformer": transformer})
+        self.config = config or TinyConfig()
+        self.model = nn.ModuleDict({"transformer": Transformer(self.config)})
+
+    @property
+    def transformer(self) -> Transformer:
+        return cast(Transformer, self.model["transformer"])
 
     @property
     def blocks(self) -> list[Block]:
-        return list(self.model["transformer"]["blocks"])
+        return [cast(Block, block) for block in self.transformer.blocks]
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.model["transformer"]["wte"](ids)
+        return self.transformer.wte(ids)
 
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [..., d] -> logits [..., vocab]."""
-        transformer = self.model["transformer"]
-        return transformer["ff_out"](transformer["ln_f"](x))
+        return self.transformer.ff_out(self.transformer.ln_f(x))
 
     def forward(self, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """ids [B, T], every position seeing every other.
 
-        Returns the residual stream after each block [B, T, d] and the attention weights of each block [B, H, T, T].
+        Returns for each block the residual stream after it [B, T, d] and its attention weights [B, H, T, T].
         """
         cos_sin = rotary(self.config, torch.arange(ids.shape[1]))
         x, streams, weights = self.embed(ids), [], []

@@ -17,7 +17,8 @@ from sglang_acache.tiny import vocabulary as words
 TASK_SHARES = {"hop": 0.5, "kv": 0.2, "upd": 0.15, "echo": 0.15}
 HOLES = (12, 12, 12, 16, 16, 20, 24)
 BLOCK_LENGTHS = (4, 4, 4, 2, 8, 0)  # 0: the whole hole is one block
-LATER_WEIGHT = 0.25  # loss weight of masks after the current block
+LATER_WEIGHT = 0.5  # loss weight of masks after the current block
+ALL_MASKED, ANYWHERE = 0.25, 0.1  # shares of requests with nothing committed, and with masks anywhere
 ANSWER = 2 * task.N_SLOTS
 
 
@@ -44,11 +45,11 @@ class Batch:
     holes: Tensor
     targets: Tensor
     weights: Tensor
-    probes: dict[str, Tensor] = field(default_factory=dict)  # task -> [B, n] value masks whose slot is visible
+    probes: dict[str, Tensor] = field(default_factory=dict)  # task -> [B, n] values with visible slot
     names_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of the facts' name tokens
     names_object: Tensor = field(default_factory=lambda: torch.empty(0))
     names_place: Tensor = field(default_factory=lambda: torch.empty(0))
-    masks_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of masked values that need the facts
+    masks_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of masked answers
     masks_object: Tensor = field(default_factory=lambda: torch.empty(0))
     masks_fact: Tensor = field(default_factory=lambda: torch.empty(0))  # position of the asked fact's name
 
@@ -67,7 +68,10 @@ def draw_shape(rng: random.Random, n_facts: int, n_names: int) -> Shape:
         "filler": (filler, []),
         "bos": ([ids[words.BOS]], []),
         "chat": ([ids[words.BOS], *turn("user")], [*close, *turn("assistant")]),
-        "system": ([ids[words.BOS], *turn("system"), *filler, *close, *turn("user")], [*close, *turn("assistant")]),
+        "system": (
+            [ids[words.BOS], *turn("system"), *filler, *close, *turn("user")],
+            [*close, *turn("assistant")],
+        ),
     }[kind]
     hole = rng.choice(HOLES)
     return Shape(n_facts, n_names, hole, before, after, rng.choice(BLOCK_LENGTHS) or hole)
@@ -75,13 +79,13 @@ def draw_shape(rng: random.Random, n_facts: int, n_names: int) -> Shape:
 
 def draw_masks(rng: random.Random, shape: Shape) -> list[float]:
     """Loss weight of each hole position; 0 means committed (visible)."""
-    weights = [0.0] * shape.hole
-    everywhere = rng.random() < 0.15
-    block = shape.hole if everywhere else shape.block_length
-    start = 0
-    if not everywhere:
-        last = shape.hole if rng.random() < 0.15 else ANSWER
-        start = rng.randrange(0, last, block)
+    kind = rng.random()
+    if kind < ALL_MASKED:
+        return [1.0] * shape.hole
+    weights, block, start = [0.0] * shape.hole, shape.hole, 0
+    if kind >= ALL_MASKED + ANYWHERE:
+        block = shape.block_length
+        start = rng.randrange(0, shape.hole if rng.random() < 0.15 else ANSWER, block)
     share, slots_visible = rng.random(), rng.random() < 0.5
     for i in range(start, shape.hole):
         if i >= start + block:

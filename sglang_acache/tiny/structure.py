@@ -1,9 +1,9 @@
 """A starting point from which the small model learns two hops in minutes instead of hours.
 
-The residual stream [d] is divided into one orthonormal frame [d_head, d] per head. Layer 0 looks at fixed distances
-and writes what it reads, turned by a fixed rotation, into the frame of the head. Later layers match: a head's query
-is a token itself, or the token at a distance that layer 0 wrote; its key is the token at a distance. All of it is only
-where training starts; every weight is trained.
+The residual stream [d] is divided into one orthonormal frame [d_head, d] per head. Layer 0 looks at fixed
+distances and writes what it reads, turned by a fixed rotation, into the frame of the head. Later layers
+match: a head's query is a token itself, or the token at a distance that layer 0 wrote; its key is the token
+at a distance. All of it is only where training starts; every weight is trained.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ OUTPUT = 0.1  # scale of the output head
 
 @dataclass(frozen=True)
 class Match:
-    """A head that compares its query's `query_frame` (turned if it holds the token itself) with `key_frame`."""
+    """A head that compares its query's `query_frame` (turned if `itself`) with the keys' `key_frame`."""
 
     itself: bool
     query_frame: int
@@ -59,7 +59,7 @@ def draw_frames(generator: torch.Generator, d: int, n_heads: int) -> Frames:
 
 
 def positional_query(model: TinyLLaDA, offset: int) -> tuple[Tensor, Tensor]:
-    """A query and a key, each [d_head], whose rotated product peaks at key position = query position + `offset`."""
+    """A query and a key, each [d_head], whose rotated product peaks with the key `offset` after the query."""
     config = model.config
     half = config.d_head // 2
     frequencies = config.rope_theta ** (-torch.arange(half) / half)
@@ -81,7 +81,9 @@ def structure_offsets(model: TinyLLaDA, frames: Frames) -> None:
             block.k_proj.weight[at] = torch.outer(key, frames.shared) * 2**0.5 / frames.shared.shape[0]
 
 
-def structure_matches(block: Block, matches: tuple[Match, ...], frames: Frames, generator: torch.Generator) -> None:
+def structure_matches(
+    block: Block, matches: tuple[Match, ...], frames: Frames, generator: torch.Generator
+) -> None:
     d_head = block.d_head
     for head, match in enumerate(matches):
         at = slice(head * d_head, (head + 1) * d_head)
@@ -102,8 +104,8 @@ def initialise(model: TinyLLaDA, seed: int) -> None:
     frames = draw_frames(generator, config.d_model, config.n_heads)
     rows = torch.randn(config.vocab_size, config.d_model, generator=generator)
     rows[words.TOKEN_IDS[words.MASK]] = 0  # a mask holds nothing but what it reads
-    model.model["transformer"]["wte"].weight.copy_(rows + frames.shared)
-    model.model["transformer"]["ff_out"].weight.copy_(rows * OUTPUT)
+    model.transformer.wte.weight.copy_(rows + frames.shared)
+    model.transformer.ff_out.weight.copy_(rows * OUTPUT)
     for block in model.blocks:
         for linear in (block.q_proj, block.k_proj, block.ff_proj, block.up_proj, block.ff_out):
             out, columns = linear.weight.shape

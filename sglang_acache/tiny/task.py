@@ -1,8 +1,8 @@
 """Questions about a shared list of facts, in words.
 
-A *puzzle* is: facts ``object verb name``, updates ``name place``, and six questions ``slot object``. The answer to
-the main task (``hop``) takes one step in the facts and one in the updates: the place of the name that has the object.
-The facts are what requests share (the affix); updates and questions are the request's own.
+A *puzzle* is: facts ``object verb name``, updates ``name place``, and six questions ``slot object``. The
+answer to the main task (``hop``) takes one step in the facts and one in the updates: the place of the name
+that has the object. Requests share the facts (the affix); updates and questions are the request's own.
 
 Tasks:
   hop   slot -> object -> name (facts) -> place (updates)
@@ -15,18 +15,17 @@ Layouts, where ``|hole|`` is the generation region:
   infix   updates, facts, question |hole|
   suffix  updates, question |hole| facts
 
-Questions are listed in a random order of the slots, answers in the order ``one`` .. ``six``, so no fixed distance
-leads from an answer to its question.
+Questions are listed in a random order of the slots, answers in the order ``one`` .. ``six``, so no fixed
+distance leads from an answer to its question.
 
-Plain prompts (completions, generate) carry no ``<|startoftext|>``: the tokenizer adds none, and the model is trained
-both without (mostly) and with it. The chat template writes one.
+Plain prompts (completions, generate) carry no ``<|startoftext|>``: the tokenizer adds none, and the model is
+trained both without (mostly) and with it. The chat template writes one.
 
-Splits are disjoint: a hash of the facts' text says whether a list of facts belongs to training, validation or test.
+Splits are disjoint: a hash of the facts' text says whether they belong to training, validation or test.
 """
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_acache.tiny import vocabulary as words
@@ -91,8 +90,8 @@ class Puzzle:
 class Item:
     """One request in words.
 
-    `affix_span` is the half-open token span of the affix in the canvas ``left | hole | right``, the hole being
-    `hole` tokens; for prefix and infix it does not depend on the hole.
+    `affix_span` is the half-open token span of the affix in the canvas ``left | hole | right`` with a hole of
+    `hole` tokens, no text around it; for prefix and infix it does not depend on the hole.
     """
 
     left: str
@@ -150,23 +149,17 @@ def draw_puzzle(rng: random.Random, facts: Facts, n_names: int, task: str) -> Pu
     return Puzzle(facts, updates, tuple(asked), tuple(rng.sample(range(N_SLOTS), N_SLOTS)), task)
 
 
-def puzzles(
-    seed: int, split: str, task: Callable[[random.Random], str], n_facts: int = N_FACTS, n_names: int = N_NAMES
-) -> Iterator[Puzzle]:
-    """An endless stream of independent puzzles."""
-    rng = random.Random(f"{split}-{seed}")
-    while True:
-        facts = draw_facts(rng, n_facts, n_names, split)
-        yield draw_puzzle(rng, facts, n_names, task(rng))
-
-
 def held_out(
     seed: int, n: int, layout: str, task: str = "hop", split: str = "test", hole: int = 2 * N_SLOTS,
     n_facts: int = N_FACTS,
 ) -> list[Item]:  # fmt: skip
     """`n` requests whose facts no training run has seen. `split="validation"` is for decisions."""
-    stream = puzzles(seed, split, lambda _: task, n_facts)
-    return [lay_out(next(stream), layout, hole) for _ in range(n)]
+    rng = random.Random(f"{split}-{seed}")
+
+    def draw() -> Puzzle:
+        return draw_puzzle(rng, draw_facts(rng, n_facts, N_NAMES, split), N_NAMES, task)
+
+    return [lay_out(draw(), layout, hole) for _ in range(n)]
 
 
 def shared_requests(

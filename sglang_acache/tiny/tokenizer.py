@@ -1,7 +1,8 @@
 """The word-level tokenizer of the bundled model, written in the Hugging Face format.
 
-One token per whitespace-separated word; decoded words are joined by single spaces, so decoding a longer list of ids
-only ever appends text. No `<|startoftext|>` is added to plain text; the chat template writes one, as LLaDA's does.
+One token per whitespace-separated word; decoded words are joined by single spaces, so decoding a longer list
+of ids only ever appends text. No `<|startoftext|>` is added to plain text; the chat template writes one, as
+LLaDA's does.
 The text of the mask token in a prompt becomes the mask id, as with the published tokenizer.
 """
 

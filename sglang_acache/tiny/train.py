@@ -1,9 +1,9 @@
 """Train the bundled model: ``python -m sglang_acache.tiny.train --seed S --out DIR``.
 
-One thread, a fixed number of steps, everything drawn from the seed. The loss is LLaDA's for a response, cross-entropy
-on masked response tokens, over the masks that block-wise decoding meets. Until `AUX_UNTIL` of the steps, auxiliary
-losses name what a layer should have read by then; they include one on the last layer's attention, which is the very
-signal that anchor selection reads.
+One thread, a fixed number of steps, everything drawn from the seed. The loss is cross-entropy on masked
+response tokens, over the masks that block-wise decoding meets. Until `AUX_UNTIL` of the steps, auxiliary
+losses name what a layer should have read by then; they include one on the last layer's attention, which is
+the very signal that anchor selection reads.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from sglang_acache.tiny import samples, structure, task, tokenizer
 from sglang_acache.tiny.model import TinyConfig, TinyLLaDA, save
 
-STEPS = 6000
+STEPS = 4000
 BATCH = 32
-PEAK_LR, FINAL_LR, WARMUP, DECAY_FROM = 2e-3, 5e-5, 100, 0.4
-AUX_WEIGHT, AUX_UNTIL = 0.5, 0.35
+PEAK_LR, FINAL_LR, WARMUP, DECAY_FROM = 2e-3, 5e-5, 100, 0.35
+AUX_WEIGHT, AUX_UNTIL = 0.5, 0.4
 AUX_HEADS = 2  # heads of the last layer taught where to look
 FIRST_FACTS, FIRST_NAMES = 4, 3
 GROWTH = 0.05  # facts added per step while the two-hop task goes well
@@ -72,7 +72,7 @@ def answer_loss(logits: Tensor, batch: samples.Batch) -> Tensor:
 def auxiliary_loss(
     model: TinyLLaDA, streams: list[Tensor], weights: list[Tensor], batch: samples.Batch
 ) -> Tensor:
-    """What should be known where: read by the output head from inner layers, and where the last layer looks."""
+    """What inner layers should know, read by the output head, and where the last layer should look."""
 
     def read(layer: int, rows: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.head(streams[layer][rows[0], rows[1]]).float(), target)
@@ -96,7 +96,9 @@ def accuracies(logits: Tensor, batch: samples.Batch) -> dict[str, float]:
     return {name: right[at].float().mean().item() for name, at in batch.probes.items() if at.any()}
 
 
-def train(seed: int, steps: int, folder: Path, minutes: float | None = None, save_every: int = 500) -> TinyLLaDA:
+def train(
+    seed: int, steps: int, folder: Path, minutes: float | None = None, save_every: int = 500
+) -> TinyLLaDA:
     """`minutes` only cuts a run short; a run that is to be repeated is given by seed and steps."""
     torch.set_num_threads(1)
     rng = random.Random(seed)

@@ -1,25 +1,30 @@
 """The words of the bundled model, by role. Their order fixes the token ids, so append, never reorder."""
 
-SLOTS = "one two three four five six".split()
 
-NAMES = "alice bob carol david emma frank grace henry iris jack karen liam mona noah olive peter".split()
+def _listed(text: str) -> list[str]:
+    return text.split()
 
-PLACES = (
+
+SLOTS = _listed("one two three four five six")
+
+NAMES = _listed("alice bob carol david emma frank grace henry iris jack karen liam mona noah olive peter")
+
+PLACES = _listed(
     "kitchen garden cellar attic harbor market library station museum bakery chapel forest "
     "bridge tower castle school"
-).split()
+)
 
-VERBS = (
+VERBS = _listed(
     "follows amuses awaits bores charms delights fits flatters helps inspires interests pleases "
     "serves suits worries puzzles"
-).split()
+)
 
-OBJECTS = (
+OBJECTS = _listed(
     "lamp key apple book chair clock coat coin cup drum fan flag flute fork glass glove hat horn "
     "jar kite knife ladder lemon letter map mirror nail needle paint paper pear pen piano pipe plate "
     "plum pot purse radio ring rope ruler saddle scarf shell shirt shoe skate soap spoon stamp stool "
     "sword table tent ticket torch towel trumpet vase violin wagon wallet wheel"
-).split()
+)
 
 FACTS_OPEN, FACTS_CLOSE = "Facts:", "Done."
 UPDATES_OPEN, ANSWER_OPEN = "Updates:", "Answer:"
@@ -27,13 +32,13 @@ UPDATES_OPEN, ANSWER_OPEN = "Updates:", "Answer:"
 # What a question asks for, by task name: the word that opens the question.
 QUESTION_WORDS = {"hop": "Where:", "kv": "Who:", "upd": "Home:", "echo": "Echo:"}
 
-ROLES = "system user assistant".split()
+ROLES = _listed("system user assistant")
 
 # Words of system turns and of text put before a request; they carry no information.
-FILLER = (
+FILLER = _listed(
     "you are a helpful careful and please answer the question with short words read all text "
     "first then reply in order hello this is some shared context"
-).split()
+)
 
 WORDS: list[str] = [
     *SLOTS, *NAMES, *PLACES, *VERBS, *OBJECTS,

@@ -119,4 +119,5 @@ def test_equals_a_llama_with_full_attention(model):
     ids = fidelity.canvases(task.held_out(0, 4, "suffix")).ids
     full = torch.zeros(4, 1, ids.shape[1], ids.shape[1])  # additive mask that hides nothing
     with torch.no_grad():
-        torch.testing.assert_close(llama(ids, attention_mask=full).logits, model.logits(ids), atol=1e-4, rtol=1e-4)
+        expected = llama(ids, attention_mask=full).logits
+        torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=1e-4)

@@ -9,11 +9,9 @@ def solve(item: task.Item) -> str:
     tokens = [*item.left.split(), *item.right.split()]
 
     def section(opening: str, size: int) -> list[list[str]]:
-        start, rows = tokens.index(opening) + 1, []
-        while start + size <= len(tokens) and not any(w.endswith((":", ".")) for w in tokens[start : start + size]):
-            rows.append(tokens[start : start + size])
-            start += size
-        return rows
+        rest = tokens[tokens.index(opening) + 1 :]
+        end = next((i for i, word in enumerate(rest) if word.endswith((":", "."))), len(rest))
+        return [rest[i : i + size] for i in range(0, end, size)]
 
     name_of = {thing: name for thing, _, name in section(words.FACTS_OPEN, 3)}
     place_of = dict(section(words.UPDATES_OPEN, 2))

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -36,7 +38,7 @@ def test_text_round_trips_and_spans_hold(bundled, layout):
 def test_decoding_more_ids_only_appends(bundled):
     ids = bundled(task.held_out(0, 1, "prefix")[0].answer)["input_ids"]
     texts = [bundled.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids) + 1)]
-    assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+    assert all(after.startswith(before) for before, after in pairwise(texts))
     assert bundled.decode([*ids, bundled.eos_token_id], skip_special_tokens=True) == texts[-1]
 
 

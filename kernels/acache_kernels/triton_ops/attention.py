@@ -18,7 +18,13 @@ import triton
 
 from acache_kernels.attention import AttentionKernel, check_heads, check_run_shapes
 from acache_kernels.layout import RaggedLayout
-from acache_kernels.triton_ops.attention_kernels import MERGE_FIELDS, WORK_FIELDS, attend_tiles, merge_parts
+from acache_kernels.triton_ops.attention_kernels import (
+    MERGE_FIELDS,
+    MERGE_ROWS,
+    WORK_FIELDS,
+    attend_tiles,
+    merge_parts,
+)
 
 SPLIT_KEYS = 512
 """Keys per range when a request's keys are split."""
@@ -41,8 +47,9 @@ class TileShape:
 def tile_shapes(head_dim: int, dtype: torch.dtype) -> tuple[TileShape, ...]:
     """The tile classes of a model, by rising number of rows. Chosen so that no class spills registers."""
     if dtype == torch.float32:
-        block_n = 32 if head_dim <= 128 else 16
-        return (TileShape(32, block_n, 4, 1),)
+        if head_dim <= 64:
+            return (TileShape(32, 32, 4, 1),)
+        return (TileShape(16, 32, 8, 1),) if head_dim <= 128 else (TileShape(32, 16, 8, 1),)
     if head_dim <= 64:
         return TileShape(32, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 64, 4, 3)
     if head_dim <= 128:
@@ -168,7 +175,7 @@ def _run_launch(
         num_stages=shape.num_stages,
     )
     if len(launch.merges):
-        merge_parts[(len(launch.merges), num_kv_heads)](
+        merge_parts[(len(launch.merges), num_kv_heads, shape.block_m // MERGE_ROWS)](
             plan.part_out,
             plan.part_lse,
             out,
@@ -176,6 +183,7 @@ def _run_launch(
             launch.merges,
             num_q_heads,
             **common,
+            ROWS=MERGE_ROWS,
             FIELDS=MERGE_FIELDS,
             num_warps=4,
         )

@@ -9,8 +9,11 @@ for all of them:
 import triton
 import triton.language as tl
 
+from acache_kernels.triton_ops.compat import operand
+
 WORK_FIELDS = 6
 MERGE_FIELDS = 5
+MERGE_ROWS = 16
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def attend_tiles(
         k_tile = tl.load(
             keys_at[:, None] + slot[None, :] * k_row, mask=dim_ok[:, None] & col_ok[None, :], other=0.0
         )
-        scores = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale_log2
+        scores = tl.dot(operand(q_tile), operand(k_tile), input_precision=PRECISION) * scale_log2
         scores = tl.where(col_ok[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
@@ -80,7 +83,8 @@ def attend_tiles(
         v_tile = tl.load(
             values_at[None, :] + slot[:, None] * v_row, mask=col_ok[:, None] & dim_ok[None, :], other=0.0
         )
-        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+        weights = operand(weights.to(v_tile.dtype))
+        acc = tl.dot(weights, operand(v_tile), acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
 
     acc = acc / total[:, None]
@@ -107,9 +111,10 @@ def merge_parts(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One program: the partial results of BLOCK_M packed rows of one key head, weighted by their sums."""
+    """One program: the partial results of ROWS packed rows of one key head, weighted by their sums."""
     item = merges + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
     first_query = tl.load(item)
@@ -118,14 +123,14 @@ def merge_parts(
     first_part = tl.load(item + 3)
     num_parts = tl.load(item + 4)
 
-    lanes = tl.arange(0, BLOCK_M)
+    lanes = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     rows = tile + lanes
     row_ok = rows < num_rows
     ok = row_ok[:, None] & (dims < D)[None, :]
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for part in range(first_part, first_part + num_parts):
         base = (part * tl.num_programs(1) + kv_head).to(tl.int64) * BLOCK_M + lanes
         norm = tl.load(part_lse + base, mask=row_ok, other=0.0)

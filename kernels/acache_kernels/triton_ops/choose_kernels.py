@@ -169,7 +169,7 @@ def scan_chunk(
             shrink = tl.exp(shift)
             x = (kept_z - base) / scale
             e = tl.exp(x)
-            kept_moment = (kept_moment + shift * kept_sum) * shrink + tl.sum(tl.where(e > 0.0, x * e, 0.0), 0)
+            kept_moment = (kept_moment + shift * kept_sum) * shrink + tl.sum(tl.where(e > 0.0, x, 0.0) * e, 0)
             kept_sum = kept_sum * shrink + tl.sum(e, 0)
         best = new_best
 

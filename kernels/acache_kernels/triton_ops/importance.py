@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 
 from acache_kernels.layout import ImportanceTargets
+from acache_kernels.triton_ops.compat import operand
 
 WORK_FIELDS = 5
-BLOCK_KEYS = 64
-BLOCK_ROWS = 64
 LOG2E = math.log2(math.e)
 
 
@@ -85,7 +84,7 @@ def affix_lse(
     for start in range(0, num_keys, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         k_tile = _key_tile(k, key_slots, first_key, cols, num_keys, kv_head, dims, k_row, k_head, D)
-        scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale_log2
+        scores = tl.dot(operand(q_tile), operand(k_tile), input_precision="ieee") * scale_log2
         scores = tl.where((cols < num_keys)[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
@@ -141,7 +140,7 @@ def column_sums(
         )
         line = row if NORM_BY_ROW else (first_query + rows // GROUP).to(tl.int64)
         norm = tl.load(norms + line * num_q_heads + head, mask=row_ok, other=0.0) * norm_scale
-        scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale_log2 - norm[:, None]
+        scores = tl.dot(operand(q_tile), operand(k_tile), input_precision="ieee") * scale_log2 - norm[:, None]
         column += tl.sum(tl.where(row_ok[:, None], tl.exp2(scores), 0.0), 0)
     tl.store(sums + kv_head.to(tl.int64) * total_keys + first_key + cols, column, mask=cols < num_keys)
 
@@ -155,7 +154,18 @@ class _Work:
     has_idle_keys: bool  # some probe has keys but no queries
 
 
-_WORK: WeakKeyDictionary[ImportanceTargets, dict[int, _Work]] = WeakKeyDictionary()
+def block_sizes(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Rows and keys of a tile, chosen so that no kernel spills registers."""
+    if dtype == torch.float32:
+        return {"BLOCK_M": 32, "BLOCK_N": 32 if head_dim <= 128 else 16}
+    return {"BLOCK_M": 64, "BLOCK_N": 64}
+
+
+def launch_options(dtype: torch.dtype) -> dict[str, int]:
+    return {"num_warps": 4, "num_stages": 1 if dtype == torch.float32 else 2}
+
+
+_WORK: WeakKeyDictionary[ImportanceTargets, dict[tuple[int, int, int], _Work]] = WeakKeyDictionary()
 
 
 def accumulate_importance(
@@ -171,7 +181,8 @@ def accumulate_importance(
         raise ValueError("the last dimension of q and k_pool must be contiguous")
     num_q_heads, num_kv_heads, head_dim = q.shape[1], *k_pool.shape[1:]
     group = num_q_heads // num_kv_heads
-    work = _work(targets, group)
+    blocks = block_sizes(head_dim, q.dtype)
+    work = _work(targets, group, blocks)
     if not len(work.by_key):
         return
     strides = (q.stride(0), q.stride(1), k_pool.stride(0), k_pool.stride(1))
@@ -179,11 +190,9 @@ def accumulate_importance(
         "GROUP": group,
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_M": BLOCK_ROWS,
-        "BLOCK_N": BLOCK_KEYS,
         "FIELDS": WORK_FIELDS,
-        "num_warps": 4,
-        "num_stages": 2 if q.dtype != torch.float32 else 1,
+        **blocks,
+        **launch_options(q.dtype),
     }
     rows, slots = targets.query_rows, targets.key_slots
     norms = lse.contiguous() if lse is not None else q.new_empty((len(rows), num_q_heads), dtype=torch.float32)
@@ -212,19 +221,20 @@ def accumulate_importance(
     scores += sums.sum(dim=0)
 
 
-def _work(targets: ImportanceTargets, group: int) -> _Work:
-    """Built once per targets object and group size, whatever the number of layers."""
+def _work(targets: ImportanceTargets, group: int, blocks: dict[str, int]) -> _Work:
+    """Built once per targets object and kind of tile, whatever the number of layers."""
     known = _WORK.setdefault(targets, {})
-    if group not in known:
+    kind = (group, blocks["BLOCK_M"], blocks["BLOCK_N"])
+    if kind not in known:
         queries, keys = targets.query_lens, targets.key_lens
         active = np.flatnonzero((queries > 0) & (keys > 0))
         device = targets.key_slots.device
         by_key, by_row = (
             torch.from_numpy(_tiles(targets, active, lens, block)).to(device, non_blocking=True)
-            for lens, block in ((keys, BLOCK_KEYS), (queries * group, BLOCK_ROWS))
+            for lens, block in ((keys, blocks["BLOCK_N"]), (queries * group, blocks["BLOCK_M"]))
         )
-        known[group] = _Work(by_key, by_row, bool(((queries == 0) & (keys > 0)).any()))
-    return known[group]
+        known[kind] = _Work(by_key, by_row, bool(((queries == 0) & (keys > 0)).any()))
+    return known[kind]
 
 
 def _tiles(

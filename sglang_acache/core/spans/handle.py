@@ -14,7 +14,8 @@ from sglang_acache.core.spans.types import SlotArray, SpanMatch, State
 class SpanHandle:
     """A lock on the placements of one match, from `SpanTree.acquire` to `SpanTree.release`.
 
-    Its slots never change and, once `ready`, are never written until it is released, whatever happens to the tree.
+    Its slots never change and, once `ready`, are never written until it is released, whatever happens to the
+    tree.
     """
 
     def __init__(self, handle_id: int, match: SpanMatch, placements: tuple[Placement, ...]) -> None:
@@ -51,7 +52,8 @@ class SpanHandle:
         return slots
 
     def read_slots(self) -> SlotArray:
-        """int64[L]: the span's part of the read-slot map, i.e. shared slots but private ones for the anchors."""
+        """int64[L]: the span's part of the read-slot map, i.e. shared slots but private ones for the
+        anchors."""
         slots = self.shared_slots.copy()
         if self.anchors is not None:
             slots[self.anchors.positions] = self.anchors.slots
@@ -60,8 +62,8 @@ class SpanHandle:
     def set_anchors(self, positions: npt.ArrayLike, private_slots: npt.ArrayLike) -> None:
         """Record at the nodes which positions this reader reads elsewhere. Replaces an earlier record.
 
-        positions: int[K], relative to the span, strictly ascending; private_slots: int[K], none of them shared.
-        ValueError otherwise. The private slots stay the caller's.
+        positions: int[K], relative to the span, strictly ascending; private_slots: int[K], none of them
+        shared. ValueError otherwise. The private slots stay the caller's.
         """
         at = np.asarray(positions, np.int64).reshape(-1)
         slots = np.asarray(private_slots, np.int64).reshape(-1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_acache.core.spans.node import Layer, Node, Placement
+from sglang_acache.core.spans.node import Layer, Placement
 from sglang_acache.core.spans.shape import Space
 from sglang_acache.core.spans.types import Encode, State
 
@@ -45,7 +45,8 @@ def _check_shape(space: Space) -> None:
             declared = node.in_layer(Layer.DECLARED)
             _require(node.pins == pins, f"{where}: pins {node.pins}, should be {pins}")
             _require(bool(node.children) or node.is_end, f"{where}: a leaf that ends nothing")
-            _require(not (node.declarations and node.layer is not Layer.DECLARED), f"{where}: declared, wrong layer")
+            fits = node.layer is Layer.DECLARED or not node.declarations
+            _require(fits, f"{where}: declared in another layer")
             canonical = node.layer is not Layer.DECLARED or node.declarations or len(declared) > 1
             _require(bool(canonical), f"{where}: a declared edge that should have been merged")
         if (node.is_end and node.layer is not Layer.EXACT) and (key_ := space.index.key(node.path_tokens())):
@@ -67,7 +68,8 @@ def _check_placements(tree: SpanTree) -> None:
         for offset, placement in node.placements.items():
             where = _name(placement)
             above = node.parent.placements.get(offset) if node.parent else None
-            _require(placement.attached and placement.node is node and placement.offset == offset, f"{where}: lost")
+            own = placement.attached and placement.node is node and placement.offset == offset
+            _require(own, f"{where}: belongs elsewhere")
             _require(np.array_equal(placement.tokens, node.tokens), f"{where}: made for other tokens")
             _require(placement.parent is above, f"{where}: parent is not the parent's placement")
             top = node.parent is not None and node.parent.parent is None
@@ -77,7 +79,8 @@ def _check_placements(tree: SpanTree) -> None:
             reasons = [readers[placement], sources[placement], int(placement.home and node.pins > 0)]
             guards = sum(reasons) + sum(k.guards > 0 for k in kids)
             _require(placement.guards == guards, f"{where}: guards {placement.guards}, should be {guards}")
-            _require(placement.readers > 0 or placement.state is State.READY, f"{where}: unread and not ready")
+            fit = placement.readers > 0 or placement.state is State.READY
+            _require(fit, f"{where}: unread and not ready")
     for placement in [*attached, *tree.ledger.orphans]:
         where = _name(placement)
         depth = sum(len(p) for p in placement.ancestors())
@@ -120,8 +123,8 @@ def _check_handles(tree: SpanTree) -> None:
             held = tree.handles.get(reader)
             fault = f"{_name(placement)}: override of {reader}"
             _require(held is not None and placement in held.placements, f"{fault}, who does not read it")
-            inside = not len(override.positions) or 0 <= override.positions[0] <= override.positions[-1] < len(placement)
-            _require(bool(inside), f"{fault} outside the node")
+            inside = (override.positions >= 0) & (override.positions < len(placement))
+            _require(bool(inside.all()), f"{fault} outside the node")
 
 
 def _check_sums(tree: SpanTree) -> None:
@@ -139,9 +142,5 @@ def _check_sums(tree: SpanTree) -> None:
 
 
 def _name(placement: Placement) -> str:
-    tokens = _first(placement.node, placement)
-    return f"placement {tokens}.. at {placement.offset} ({placement.state.value})"
-
-
-def _first(node: Node, placement: Placement) -> list[int]:
-    return (node.path_tokens() if placement.attached else placement.tokens)[:8].tolist()
+    tokens = placement.node.path_tokens() if placement.attached else placement.tokens
+    return f"placement {tokens[:8].tolist()}.. at {placement.offset} ({placement.state.value})"

@@ -16,13 +16,14 @@ class Ledger:
 
         used = evictable + protected + detached          (tokens, one slot each)
 
-    A placement is attached (its node lists it) or detached (its shape is gone, readers remain). An attached one is
-    protected while it has guards. Its guards are: its readers, the copies being read from it, 1 if it is the home
-    of a pinned node, and the number of its attached child placements that have guards themselves. So the parent
-    of a protected placement is protected, and eviction takes leaves first by construction.
+    A placement is attached (its node lists it) or detached (its shape is gone, readers remain). An attached
+    one is protected while it has guards. Its guards are: its readers, the copies being read from it, 1 if it
+    is the home of a pinned node, and the number of its attached child placements that have guards themselves.
+    So the parent of a protected placement is protected, and eviction takes leaves first by construction.
 
-    Invariants (checked by `integrity.check`): an attached placement without readers is READY; a child placement
-    is attached only while its parent at the same offset is; everyone who reads a placement reads its ancestors.
+    Invariants (checked by `integrity.check`): an attached placement without readers is READY; a child
+    placement is attached only while its parent at the same offset is; everyone who reads a placement reads
+    its ancestors.
     """
 
     def __init__(self, pool: SlotPool, max_shared_tokens: int | None = None) -> None:
@@ -46,7 +47,8 @@ class Ledger:
         return self._free_now() + self.evictable
 
     def make_room(self, n: int) -> bool:
-        """Evict until n slots can be allocated within the cap. False, and nothing is evicted, if impossible."""
+        """Evict until n slots can be allocated within the cap. False, and nothing is evicted, if
+        impossible."""
         shortage = n - self._free_now()
         if shortage > self.evictable:
             return False
@@ -112,7 +114,8 @@ class Ledger:
 
     def retire(self, placement: Placement) -> None:
         """Take a placement without kids out of the tree: freed now, or by its last reader."""
-        assert placement.attached and placement.kids == 0
+        assert placement.attached
+        assert placement.kids == 0
         del placement.node.placements[placement.offset]
         del self.attached[placement]
         if placement.guards:
@@ -133,8 +136,8 @@ class Ledger:
                 self.retire(placement)
 
     def evict(self, n: int) -> int:
-        """Free at least n tokens if that many are evictable: least recently used first, leaves before parents,
-        copies before homes of the same age. Returns the tokens freed."""
+        """Free at least n tokens if that many are evictable: least recently used first, leaves before
+        parents, copies before homes of the same age. Returns the tokens freed."""
         heap = [self._heap_item(i, p) for i, p in enumerate(self.attached) if not (p.kids or p.guards)]
         heapq.heapify(heap)
         freed, serial = 0, len(self.attached)
@@ -182,7 +185,8 @@ class Ledger:
         self.pool.free(placement.slots)
 
     def _retire_below(self, placement: Placement) -> None:
-        """Retire a placement and its kids: they have no readers, since whoever reads a kid reads its parent."""
+        """Retire a placement and its kids: they have no readers, since whoever reads a kid reads its
+        parent."""
         for child in placement.node.children.values():
             if kid := child.placements.get(placement.offset):
                 self._retire_below(kid)

@@ -41,7 +41,8 @@ def reach_declared(space: Space, tokens: TokenArray) -> Reach:
 def reach(space: Space, tokens: TokenArray, min_tail: int) -> Reach:
     """Declared edges as long as they match whole, then undeclared ones.
 
-    The last edge may match in part only; it counts from `min_tail` tokens on, since cutting it costs an encoding.
+    The last edge may match in part only; it counts from `min_tail` tokens on, since cutting it costs an
+    encoding.
     """
     declared = follow(space.root, tokens, Layer.DECLARED)
     last = declared.nodes[-1] if declared.nodes else space.root
@@ -55,14 +56,14 @@ def reach(space: Space, tokens: TokenArray, min_tail: int) -> Reach:
 def find(space: Space, segment: Segment, min_tokens: int, declared_only: bool = False) -> list[SpanMatch]:
     """Non-overlapping matches in one segment, in order of position.
 
-    Declared spans choose first, among themselves, longest first; undeclared ones get what is left: they extend a
-    declared path to its right, or begin in a gap. Hence a declared span is matched exactly as if nothing had been
-    discovered. Longest first, because one long span keeps more of its own context, has fewer edges and needs fewer
-    anchors than several short ones over the same tokens; ties go to the left.
+    Declared spans choose first, among themselves, longest first; undeclared ones get what is left: they
+    extend a declared path to its right, or begin in a gap. Hence a declared span is matched exactly as if
+    nothing had been discovered. Longest first, because one long span keeps more of its own context, has fewer
+    edges and needs fewer anchors than several short ones over the same tokens; ties go to the left.
     """
     tokens = segment.tokens
     starts = space.index.candidates(tokens)
-    starts = starts[: 64 + len(tokens) // 16]  # only periodic text has more; it must not cost more
+    starts = starts[: 48 + len(tokens) // 32]  # only periodic text has more; it must not cost more
     found = [(at, reach_declared(space, tokens[at:])) for at in starts]
     chosen = _longest_first([(at, r) for at, r in found if r.length >= min_tokens], min_tokens)
     if not declared_only:
@@ -107,10 +108,7 @@ def _longest_first(
 
 def describe(space: Space, tokens: TokenArray, start: int, exact: Node | None = None) -> SpanMatch:
     """The match with what it would cost now."""
-    if exact is not None:
-        known = Reach((exact,), 0, len(tokens))
-    else:
-        known = reach(space, tokens, 1)
+    known = reach(space, tokens, 1) if exact is None else Reach((exact,), 0, len(tokens))
     cost = {"ready": 0, "rebase": 0}
     for node in known.nodes:
         here = node.placements.get(start)

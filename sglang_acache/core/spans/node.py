@@ -14,9 +14,9 @@ from sglang_acache.core.spans.types import SlotArray, Source, State, TokenArray,
 class Layer(IntEnum):
     """Who may shape an edge.
 
-    DECLARED edges are cut by declarations only, so their shape, and with it their K/V, is a function of the set
-    of declared spans. FREE edges come from discovery and from prompts that share a part of an edge. EXACT spans
-    were named by a request's own offsets: whole, childless, keyed by all of their tokens.
+    DECLARED edges are cut by declarations only, so their shape, and with it their K/V, is a function of the
+    set of declared spans. FREE edges come from discovery and from prompts that share a part of an edge. EXACT
+    spans were named by a request's own offsets: whole, childless, keyed by all of their tokens.
     """
 
     DECLARED = 0
@@ -105,8 +105,8 @@ class Node:
 class Placement:
     """Shared K/V of a node when the root of its path stands at canvas position `offset`.
 
-    Everything that the runner and the readers need is here and not in the node, so that a placement can outlive
-    the shape it was made for: a detached one serves its readers and is freed when the last one goes.
+    Everything that the runner and the readers need is here and not in the node, so that a placement can
+    outlive the shape it was made for: a detached one serves its readers and is freed when the last one goes.
     """
 
     node: Node
@@ -145,7 +145,8 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """How far `tokens` follow one layer from a node: whole edges, then `tail` tokens into the edge `partial`."""
+    """How far `tokens` follow one layer from a node: whole edges, then `tail` tokens into the edge
+    `partial`."""
 
     nodes: tuple[Node, ...]
     whole: int

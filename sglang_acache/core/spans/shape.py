@@ -1,4 +1,5 @@
-"""The shape of the tree: which nodes exist. Cutting an edge retires the K/V that was made for the old shape."""
+"""The shape of the tree: which nodes exist. Cutting an edge retires the K/V that was made for the old
+shape."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 from sglang_acache.core.spans.index import SpanIndex
 from sglang_acache.core.spans.ledger import Ledger
 from sglang_acache.core.spans.node import ChildKey, Layer, Node, follow
-from sglang_acache.core.spans.types import SpanNameTaken, Source, TokenArray, common_prefix
+from sglang_acache.core.spans.types import Source, SpanNameTaken, TokenArray, common_prefix
 
 
 @dataclass(eq=False)
@@ -25,8 +26,8 @@ class Space:
 class Shape:
     """Structural changes.
 
-    DECLARED edges form the canonical radix tree of the declared spans: every declared node ends a span or has two
-    declared children. So the shape does not depend on the order of declarations, nor on any request.
+    DECLARED edges form the canonical radix tree of the declared spans: every declared node ends a span or has
+    two declared children. So the shape does not depend on the order of declarations, nor on any request.
     Every leaf of any layer ends a span; only ends are in the index.
     """
 
@@ -37,7 +38,7 @@ class Shape:
     def declare(self, space: Space, tokens: TokenArray, name: str, pinned: bool) -> Node:
         known = space.names.get(name)
         if known is not None and not np.array_equal(known.path_tokens(), tokens):
-            raise SpanNameTaken(f"span {name!r} is already declared in name space {space.name!r} for other tokens")
+            raise SpanNameTaken(f"span {name!r} of name space {space.name!r} has been declared with other tokens")
         node = self.grow(tokens, Layer.DECLARED, start=space.root)
         if not node.declarations:
             space.index.add(tokens)
@@ -49,7 +50,8 @@ class Shape:
         return node
 
     def undeclare(self, space: Space, name: str) -> None:
-        """KeyError when the name is unknown. The declared edges become those of the remaining declarations."""
+        """KeyError when the name is unknown. The declared edges become those of the remaining
+        declarations."""
         node = space.names.pop(name)
         if node.declarations.pop(name):
             for above in node.path():
@@ -82,7 +84,8 @@ class Shape:
         key: ChildKey = (Layer.EXACT, tokens.tobytes())
         node = space.root.children.get(key)
         if node is None:
-            node = space.root.children[key] = Node(tokens.copy(), space.root, Layer.EXACT, "request", end=True)
+            node = Node(tokens.copy(), space.root, Layer.EXACT, "request", end=True)
+            space.root.children[key] = node
             self.undeclared += 1
             node.last_access = self.ledger.tick()
         return node
@@ -129,11 +132,13 @@ class Shape:
     def _split(self, node: Node, at: int) -> Node:
         """Cut an edge after `at` tokens. `node` becomes the lower half; returns the upper one.
 
-        The K/V below was made by attending the uncut edge, so the placements of the whole subtree are retired.
+        The K/V below was made by attending the uncut edge, so the placements of the whole subtree are
+        retired.
         """
         self.ledger.retire_all(node)
         parent = node.parent
-        assert parent is not None and 0 < at < len(node.tokens)
+        assert parent is not None
+        assert 0 < at < len(node.tokens)
         upper = Node(node.tokens[:at].copy(), parent, node.layer, node.source)
         upper.pins, upper.hits, upper.last_access = node.pins, node.hits, node.last_access
         parent.children[upper.key] = upper

@@ -64,9 +64,9 @@ class SpanTree:
     def declare(self, namespace: str, tokens: Tokens, name: str | None = None, pinned: bool = False) -> str:
         """Make a span known under a name (by default made of its tokens) and return the name.
 
-        Declaring it again with the same tokens sets `pinned`. Nothing is encoded before it is acquired. Pinned
-        means that the home of every node on the path, once encoded, is not evicted (copies at other offsets are).
-        Raises SpanNameTaken for other tokens, ValueError without tokens.
+        Declaring it again with the same tokens sets `pinned`. Nothing is encoded before it is acquired.
+        Pinned means that the home of every node on the path, once encoded, is not evicted (copies at other
+        offsets are). Raises SpanNameTaken for other tokens, ValueError without tokens.
         """
         ids = self._non_empty(tokens)
         name = name or "span-" + hashlib.blake2b(ids.tobytes(), digest_size=6).hexdigest()
@@ -92,9 +92,8 @@ class SpanTree:
     def flush(self, namespace: str | None = None) -> None:
         """Drop all K/V and all undeclared spans; what has readers is detached and freed by the last of them.
         Declared spans stay known. Pins do not protect from a flush."""
-        spaces = list(self.spaces.values()) if namespace is None else [self.spaces.get(namespace)]
-        for space in spaces:
-            if space is not None:
+        for space in list(self.spaces.values()):
+            if namespace is None or space.name == namespace:
                 self.ledger.retire_all(space.root)
                 self.shape.clear_undeclared(space)
                 self._drop_if_empty(space)
@@ -114,7 +113,8 @@ class SpanTree:
         min_tokens: int | None = None,
         declared_only: bool = False,
     ) -> list[SpanMatch]:
-        """Non-overlapping known spans of at least `min_tokens` in each segment, in order; see `matching.find`.
+        """Non-overlapping known spans of at least `min_tokens` in each segment, in order; see
+        `matching.find`.
 
         Changes nothing and locks nothing. ValueError if `min_tokens` is below the tree's.
         """
@@ -145,8 +145,8 @@ class SpanTree:
         return matching.describe(space, ids, start, exact=node)
 
     def locate(self, namespace: str, tokens: Tokens, start: int = 0) -> SpanMatch | None:
-        """The whole of `tokens` as one match at `start` (e.g. to encode a promoted span ahead of its next reader);
-        None if the tree does not know all of it."""
+        """The whole of `tokens` as one match at `start` (e.g. to encode a promoted span ahead of its next
+        reader); None if the tree does not know all of it."""
         ids = self._non_empty(tokens)
         space = self.spaces.get(namespace)
         if space is None or matching.reach(space, ids, 1).length < len(ids):
@@ -158,8 +158,9 @@ class SpanTree:
     def acquire(self, match: SpanMatch) -> SpanHandle | None:
         """Lock the span for reading at its offset; cuts an edge if the match ends inside one.
 
-        None, and nothing is locked, if there is no room for its slots even after evicting all that may be evicted,
-        or if the tree no longer knows the tokens. The caller then treats the span as ordinary prompt text.
+        None, and nothing is locked, if there is no room for its slots even after evicting all that may be
+        evicted, or if the tree no longer knows the tokens. The caller then treats the span as ordinary prompt
+        text.
         """
         space = self.spaces.get(match.namespace)
         if space is None or not self._knows(space, match) or not self._fits(space, match):
@@ -181,8 +182,8 @@ class SpanTree:
     def begin_work(self, handle: SpanHandle) -> list[WorkOrder]:
         """Take over the work that the handle still needs and that can be done now; see `WorkBook.begin`.
 
-        Every order must be settled with `mark_ready` or `mark_failed`. An empty list while `handle.ready` is False
-        means: another handle's orders come first, ask again after they are settled.
+        Every order must be settled with `mark_ready` or `mark_failed`. An empty list while `handle.ready` is
+        False means: another handle's orders come first, ask again after they are settled.
         """
         return self.work.begin(handle)
 
@@ -198,9 +199,11 @@ class SpanTree:
         return self.work.settle(order, ok=False)
 
     def release(self, handle: SpanHandle) -> None:
-        """Give the lock back, with the anchor overrides and any orders not settled. ValueError the second time.
+        """Give the lock back, with the anchor overrides and any orders not settled. ValueError the second
+        time.
 
-        Call it between steps: an order that is being executed must be settled first, since its slots may be freed.
+        Call it between steps: an order that is being executed must be settled first, since its slots may be
+        freed.
         """
         if self.handles.pop(handle.id, None) is not handle:
             raise ValueError(f"handle {handle.id} is not held")
@@ -306,7 +309,8 @@ class SpanTree:
         return None
 
     def _forget_oldest(self, keep: Node | None = None) -> None:
-        """Hold `max_spans`: forget the least recently used undeclared leaves without readers, a tenth at a time."""
+        """Hold `max_spans`: forget the least recently used undeclared leaves without readers, a tenth at a
+        time."""
         excess = self.shape.undeclared - self.max_spans
         if excess <= 0:
             return

@@ -40,7 +40,8 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class SpanMatch:
-    """Canvas positions [start, start + length) hold tokens that the tree knows. Only a claim: it locks nothing.
+    """Canvas positions [start, start + length) hold tokens that the tree knows. Only a claim: it locks
+    nothing.
 
     declared: how many leading tokens are covered by whole declared nodes.
     ready / rebase / encode: tokens that can be read now, copied from another offset, or must be forwarded.
@@ -71,9 +72,9 @@ class SpanMatch:
 class Encode:
     """Forward `tokens` (int32[n]) at positions `start ..`, store K/V in `slots` (int64[n]).
 
-    Queries see `ancestor_slots` (int64[m], positions `start - m ..`) and `slots`, nothing else. The ancestors are
-    READY or are written by an earlier order of the same list: orders of one list may share one ragged forward,
-    because attention stores a layer's K/V before it reads them.
+    Queries see `ancestor_slots` (int64[m], positions `start - m ..`) and `slots`, nothing else. The ancestors
+    are READY or are written by an earlier order of the same list: orders of one list may share one ragged
+    forward, because attention stores a layer's K/V before it reads them.
     """
 
     ticket: int
@@ -85,7 +86,8 @@ class Encode:
 
 @dataclass(frozen=True, eq=False)
 class Rebase:
-    """Copy K/V of every layer from `src_slots` to `dst_slots` (int64[n]), keys rotated by `delta` positions."""
+    """Copy K/V of every layer from `src_slots` to `dst_slots` (int64[n]), keys rotated by `delta`
+    positions."""
 
     ticket: int
     src_slots: SlotArray
@@ -131,7 +133,7 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArray:
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be a one-dimensional sequence of integers, not {array.dtype}{array.shape}")
+        raise ValueError(f"token ids must be a sequence of integers, not {array.dtype}{array.shape}")
     if array.dtype == np.int32:
         return array
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:

@@ -23,11 +23,12 @@ class Outstanding:
 class WorkBook:
     """Orders handed out and not yet settled.
 
-    A placement is ENCODING exactly while it has an order here, and only while the order's handle is held: releasing
-    the handle withdraws its orders. A withdrawn or failed placement is UNENCODED again: another reader of it takes
-    the work over, and without one it is freed.
+    A placement is ENCODING exactly while it has an order here, and only while the order's handle is held:
+    releasing the handle withdraws its orders. A withdrawn or failed placement is UNENCODED again: another
+    reader of it takes the work over, and without one it is freed.
 
-    Copies are made from homes only, never from copies, so that the rounding of a re-based key does not add up.
+    Copies are made from homes only, never from copies, so that the rounding of a re-based key does not add
+    up.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -36,8 +37,8 @@ class WorkBook:
         self._tickets = 0
 
     def begin(self, handle: SpanHandle) -> list[WorkOrder]:
-        """All orders that can be carried out now, root first. Left out: what another handle's order is already
-        writing, what waits for a home that is being written, and encodings below either."""
+        """All orders that can be carried out now, root first. Left out: what another handle's order is
+        already writing, what waits for a home that is being written, and encodings below either."""
         orders: list[WorkOrder] = []
         below_ready = True  # all ancestors are READY or earlier in `orders`
         for placement in handle.placements:

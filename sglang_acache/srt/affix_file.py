@@ -1,0 +1,90 @@
+"""Declared spans: the entries of ``--acache-affix-file`` and of ``POST /acache/spans``, checked the same way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_acache.core.params import ParamError
+from sglang_acache.core.spans import stable_interior
+from sglang_acache.core.spans.types import as_tokens
+
+_FIELDS = ("text", "ids", "name", "pinned", "cache_salt", "extra_key")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanDeclaration:
+    """One span to declare. Exactly one of ``text`` and ``ids``; the name space is that of requests with the same
+    ``cache_salt`` and ``extra_key``."""
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    name: str | None = None
+    pinned: bool = False
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+    @property
+    def namespace(self) -> str:
+        return json.dumps([self.cache_salt, self.extra_key])
+
+    def tokens(self, encode: Callable[[str], list[int]] | None, vocab_limit: int) -> np.ndarray:
+        """int32 ids; of a text, the interior that tokenizes the same in every context.
+
+        Raises ParamError where nothing remains or an id is out of range.
+        """
+        if self.ids is not None:
+            if any(not 0 <= i < vocab_limit for i in self.ids):
+                raise ParamError("ids", f"must be token ids in [0, {vocab_limit})")
+            return as_tokens(self.ids)
+        if encode is None:
+            raise ParamError("text", "this server has no tokenizer; give ids")
+        interior = stable_interior(encode, self.text or "")
+        if not len(interior):
+            raise ParamError("text", "has no tokens that do not depend on what stands around it; make it longer")
+        return interior
+
+
+def parse_declaration(values: Any) -> SpanDeclaration:
+    """A declaration from its JSON object. Raises ParamError that names the field and the fix."""
+    if not isinstance(values, Mapping):
+        raise ParamError("span", f"must be an object with {', '.join(_FIELDS)}, got {values!r}")
+    for key in values:
+        if key not in _FIELDS:
+            raise ParamError(str(key), f"unknown field of a span; known are {', '.join(_FIELDS)}")
+    text, ids = values.get("text"), values.get("ids")
+    if (text is None) == (ids is None):
+        raise ParamError("text", "give exactly one of text and ids")
+    if text is not None and (not isinstance(text, str) or not text):
+        raise ParamError("text", f"must be a non-empty string, got {text!r}")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
+        raise ParamError("ids", "must be a non-empty list of token ids")
+    for key in ("name", "cache_salt", "extra_key"):
+        if values.get(key) is not None and not isinstance(values[key], str):
+            raise ParamError(key, f"must be a string, got {values[key]!r}")
+    if not isinstance(values.get("pinned", False), bool):
+        raise ParamError("pinned", f"must be true or false, got {values['pinned']!r}")
+    return SpanDeclaration(**{**values, "ids": None if ids is None else tuple(ids)})
+
+
+def read_affix_file(path: str) -> list[SpanDeclaration]:
+    """The declarations of a JSONL file. Raises ParamError that names the file, the line and the fix."""
+    field = "acache_affix_file"
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParamError(field, f"cannot read {path}: {error}") from error
+    declarations = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            declarations.append(parse_declaration(json.loads(line)))
+        except (json.JSONDecodeError, ParamError) as error:
+            raise ParamError(field, f"{path}, line {number}: {error}") from error
+    return declarations

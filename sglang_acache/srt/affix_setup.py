@@ -1,0 +1,47 @@
+"""From launch flags to the shared spans of a scheduler."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sglang_acache.core.spans import Discovery, PromotionRule, SpanTree
+from sglang_acache.srt.affix_file import SpanDeclaration, read_affix_file
+from sglang_acache.srt.affixes import Affixes
+from sglang_acache.srt.kv_device import AllocatorPool, KvDevice
+
+
+def build_affixes(
+    flags: Any, slots: AllocatorPool, model_runner: Any, pool_tokens: int, tokenizer: Any, vocab_limit: int
+) -> Affixes | None:
+    """The spans of one scheduler, those of ``--acache-affix-file`` declared; None without ``--enable-acache``.
+
+    Raises ParamError where a declared span has no tokens.
+    """
+    if not flags.enable_acache:
+        return None
+    tree = SpanTree(
+        slots,
+        min_tokens=flags.acache_min_affix_tokens,
+        max_shared_tokens=flags.acache_max_shared_tokens or pool_tokens // 2,
+    )
+    discovery = None
+    if flags.acache_discover:
+        rule = PromotionRule(ratio=str(flags.acache_anchor_ratio))
+        discovery = Discovery(min_tokens=flags.acache_min_affix_tokens, rule=rule)
+    device = KvDevice(model_runner.token_to_kv_pool, model_runner.model.get_inv_freq())
+    affixes = Affixes(tree, discovery, device, debug=flags.acache_debug)
+    if flags.acache_affix_file:
+        for declaration in read_affix_file(flags.acache_affix_file):
+            declare(affixes, declaration, tokenizer, vocab_limit)
+    return affixes
+
+
+def declare(affixes: Affixes, declaration: SpanDeclaration, tokenizer: Any, vocab_limit: int) -> str:
+    """Make a declared span known; returns its name. Raises ParamError or SpanNameTaken."""
+    encode = None if tokenizer is None else functools.partial(tokenizer.encode, add_special_tokens=False)
+    tokens = declaration.tokens(encode, vocab_limit)
+    name = affixes.tree.declare(declaration.namespace, tokens, declaration.name, declaration.pinned)
+    if affixes.discovery is not None:
+        affixes.discovery.seed(declaration.namespace, tokens)
+    return name

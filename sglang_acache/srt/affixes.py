@@ -1,0 +1,318 @@
+"""Shared spans at work: finding them in prompts, encoding them, probing requests for anchors.
+
+The span tree (core) decides and accounts; this module turns its decisions into entries of a ragged step and copies
+on the device. A span that is discovered is encoded in the background of the request that completed the evidence,
+which itself runs without it; a request that meets a known span waits for its encoding, at most one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_acache.core.plan import Entry, indptr, silent_entry
+from sglang_acache.core.reuse import AffixRead, Reuse, Stage
+from sglang_acache.core.reuse_params import ReuseParams
+from sglang_acache.core.selector import AnchorPolicy, exact_ratio
+from sglang_acache.core.spans import (
+    Discovery,
+    Encode,
+    Rebase,
+    Segment,
+    SpanHandle,
+    SpanMatch,
+    SpanTree,
+    choose_spans,
+)
+from sglang_acache.core.spans.breakeven import SpanCost
+from sglang_acache.srt.importance import ProbeRows, Scorer, build_scorer
+from sglang_acache.srt.kv_device import KvDevice
+from sglang_acache.srt.live_request import LiveRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class AffixCounters:
+    """Totals since the start, for metrics."""
+
+    tokens_reused: int = 0
+    tokens_recomputed: int = 0
+    anchors: int = 0
+    spans_encoded: int = 0
+    probe_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class AffixWork:
+    """What shared spans add to one step: encodings, then probes, in the order of the step's entries."""
+
+    encodes: list[Encode] = field(default_factory=list)
+    probes: list[LiveRequest] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    scorers: list[Scorer] = field(default_factory=list)
+    scored: list[tuple[Scorer, list[LiveRequest]]] = field(default_factory=list)
+    started: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(entry.positions) for entry in self.entries)
+
+
+class Affixes:
+    def __init__(self, tree: SpanTree, discovery: Discovery | None, device: KvDevice, *, debug: bool = False) -> None:
+        self.tree = tree
+        self.discovery = discovery
+        self.device = device
+        self.debug = debug
+        self.counters = AffixCounters()
+        self._background: list[SpanHandle] = []
+        self._digests: dict[int, tuple[np.ndarray, bytes]] = {}
+
+    # ── admission ─────────────────────────────────────────────────────────
+
+    def open(self, request: LiveRequest, canvas_tokens: int, block_starts: int, no_share: int | None) -> Reuse | None:
+        """Lock the spans worth reading for ``request``; None where there are none.
+
+        ``no_share``: a position that must be forwarded at every block start, where logits are shifted.
+        """
+        params = request.reuse_params
+        if not params.enabled or exact_ratio(params.anchor_ratio) == 1:
+            return None
+        policy = _policy(params, request)
+        reads = []
+        for match in self._matches(request, params, policy, canvas_tokens, block_starts):
+            handle = self.tree.acquire(match)
+            if handle is not None:
+                reads.append(_read(handle, no_share))
+        return Reuse(reads, policy, canvas_tokens) if reads else None
+
+    def close(self, reuse: Reuse) -> None:
+        """Give the spans back; the request reads them no more."""
+        if self.debug:
+            self._check_digests()
+        for read in reuse.reads:
+            self.tree.release(read.handle)
+
+    def _matches(
+        self,
+        request: LiveRequest,
+        params: ReuseParams,
+        policy: AnchorPolicy,
+        canvas_tokens: int,
+        block_starts: int,
+    ) -> list[SpanMatch]:
+        namespace, segments = request.namespace, request.segments
+        if params.spans:
+            return [self._named(namespace, segments, start, end) for start, end in params.spans]
+        found = self.tree.match(namespace, segments)
+        if self.discovery is not None and not request.observed:
+            request.observed = True
+            self._observe(request, found, canvas_tokens, block_starts)
+        costs = [SpanCost(match.length, encode=match.encode, rebase=match.rebase) for match in found]
+        keep = choose_spans(canvas_tokens, costs, block_starts, policy.ratio, needs=policy.needs)
+        return [match for match, worth in zip(found, keep, strict=True) if worth]
+
+    def _named(self, namespace: str, segments: Sequence[Segment], start: int, end: int) -> SpanMatch:
+        """A span named by offsets in prompt + suffix; one that crosses the hole is cut at it."""
+        left = segments[0]
+        if start < len(left.tokens):
+            return self.tree.request_span(namespace, left.tokens[start:end], start)
+        right = segments[1]
+        shift = len(left.tokens)
+        return self.tree.request_span(namespace, right.tokens[start - shift : end - shift], right.start + start - shift)
+
+    def _observe(
+        self, request: LiveRequest, found: Sequence[SpanMatch], canvas_tokens: int, block_starts: int
+    ) -> None:
+        assert self.discovery is not None
+        self.discovery.observe(
+            request.namespace,
+            request.segments,
+            found,
+            canvas=canvas_tokens,
+            block_starts=block_starts,
+            request=request.req.rid,
+        )
+        for promotion in self.discovery.promotions():
+            self.tree.insert(promotion.namespace, promotion.tokens)
+            match = self.tree.locate(promotion.namespace, promotion.tokens, promotion.start)
+            handle = None if match is None else self.tree.acquire(match)
+            if handle is not None:
+                self._background.append(handle)
+
+    # ── one step ──────────────────────────────────────────────────────────
+
+    @property
+    def has_background_work(self) -> bool:
+        return bool(self._background)
+
+    def prepare(self, live: Sequence[LiveRequest]) -> AffixWork:
+        """Do the copies that are due, and return the encodings and probes that ride in the next step."""
+        reading = [request for request in live if request.reuse is not None]
+        work = AffixWork(started=time.perf_counter())
+        handles = list(self._background)
+        handles += [read.handle for request in reading if request.reuse for read in request.reuse.reads]
+        for handle in handles:
+            if not handle.ready:
+                self._begin(handle, work)
+        self._background = [handle for handle in self._background if not self._settled(handle)]
+        for request in reading:
+            self._advance(request)
+        self._add_probes([request for request in reading if _stage(request) is Stage.PROBING], work)
+        return work
+
+    def finish(self, work: AffixWork) -> list[tuple[LiveRequest, np.ndarray]]:
+        """After the step's forward: settle encodings, choose anchors; returns slots that requests give back."""
+        for order in work.encodes:
+            if self.tree.mark_ready(order):
+                self.counters.spans_encoded += 1
+                self._remember(order.slots)
+        released = []
+        seconds = time.perf_counter() - work.started
+        self.counters.probe_seconds += seconds if work.probes else 0.0
+        for scorer, requests in work.scored:
+            for request, scores in zip(requests, _per_request(scorer, requests), strict=True):
+                assert request.reuse is not None
+                request.reuse.note_probe(_probe_rows(request), seconds * 1000.0)
+                released.append((request, self._select(request, scores)))
+        return released
+
+    def _begin(self, handle: SpanHandle, work: AffixWork) -> None:
+        for order in self.tree.begin_work(handle):
+            if isinstance(order, Rebase):
+                self.device.rebase(order)
+                self.tree.mark_ready(order)
+                self._remember(order.dst_slots)
+            else:
+                work.encodes.append(order)
+                work.entries.append(_encode_entry(order))
+
+    def _settled(self, handle: SpanHandle) -> bool:
+        if handle.ready:
+            self.tree.release(handle)
+        return handle.ready
+
+    def _advance(self, request: LiveRequest) -> None:
+        reuse = request.reuse
+        if reuse is None or reuse.stage is not Stage.ENCODING or not reuse.ready:
+            return
+        if reuse.policy.needs == "none":
+            self._select(request, [None] * len(reuse.reads))
+        else:
+            reuse.stage = Stage.PROBING
+
+    def _select(self, request: LiveRequest, scores: Sequence[np.ndarray | None]) -> np.ndarray:
+        assert request.reuse is not None and request.state is not None
+        released = request.reuse.select(request.state, scores)
+        stats = request.reuse.stats
+        request.req.cached_tokens = request.req.cached_tokens_device = stats.affix_tokens - stats.anchor_tokens
+        self.counters.anchors += stats.anchor_tokens
+        self.counters.tokens_reused += stats.affix_tokens - stats.anchor_tokens
+        return released
+
+    def _add_probes(self, probing: Sequence[LiveRequest], work: AffixWork) -> None:
+        by_needs: dict[str, list[LiveRequest]] = {}
+        for request in probing:
+            assert request.reuse is not None
+            by_needs.setdefault(request.reuse.policy.needs, []).append(request)
+        base = work.tokens
+        for needs, requests in by_needs.items():
+            rows: list[ProbeRows] = []
+            for request in requests:
+                entry, probes = _probe_entry(request, base)
+                work.entries.append(entry)
+                base += len(entry.positions)
+                rows += probes
+            scorer = build_scorer(needs, rows, self.device.keys[0].device)
+            work.scored.append((scorer, requests))
+            work.scorers.append(scorer)
+            work.probes += requests
+
+    # ── checks ────────────────────────────────────────────────────────────
+
+    def _remember(self, slots: np.ndarray) -> None:
+        if self.debug:
+            self._digests[int(slots[0])] = (slots, self.device.digest(slots))
+
+    def _check_digests(self) -> None:
+        """Fail where a shared slot that somebody reads has changed since it was encoded."""
+        for handle in self.tree.handles.values():
+            for placement in handle.placements:
+                known = self._digests.get(int(placement.slots[0]))
+                ready = placement.state.value == "ready"
+                if ready and known and np.array_equal(known[0], placement.slots):
+                    if self.device.digest(placement.slots) != known[1]:
+                        raise AssertionError(f"shared slots of {handle.match.name!r} were written after encoding")
+
+
+def _stage(request: LiveRequest) -> Stage:
+    return Stage.DENOISING if request.reuse is None else request.reuse.stage
+
+
+def _policy(params: ReuseParams, request: LiveRequest) -> AnchorPolicy:
+    drop = params.selector == "drop_non_anchors"
+    return AnchorPolicy(
+        selector="attention" if drop else params.selector,
+        ratio=str(params.anchor_ratio),
+        coverage=None if params.coverage is None else str(params.coverage),
+        drop_non_anchors=drop,
+        seed=params.seed,
+    )
+
+
+def _read(handle: SpanHandle, no_share: int | None) -> AffixRead:
+    local = np.arange(len(handle))
+    if no_share is not None:
+        local = local[local + handle.start != no_share]
+    return AffixRead(handle, local)
+
+
+def _encode_entry(order: Encode) -> Entry:
+    tokens = order.tokens.astype(np.int64)
+    positions = np.arange(order.start, order.start + len(tokens))
+    return silent_entry(tokens, positions, order.slots, np.concatenate([order.ancestor_slots, order.slots]))
+
+
+def _probe_entry(request: LiveRequest, base: int) -> tuple[Entry, list[ProbeRows]]:
+    """The probe's entry, whose rows start at ``base`` of the step, and one target a span."""
+    state, reuse = request.state, request.reuse
+    assert state is not None and reuse is not None
+    positions = state.recompute_positions
+    masks = np.flatnonzero(state.canvas.masked)
+    entry = silent_entry(
+        state.canvas.tokens[positions], positions, state.write_slot_map[positions], state.attended_slots
+    )
+    queries = np.searchsorted(positions, masks) + base
+    targets = [
+        ProbeRows(queries, read.shared_slots, np.searchsorted(positions, read.positions) + base)
+        for read in reuse.reads
+    ]
+    return entry, targets
+
+
+def _probe_rows(request: LiveRequest) -> int:
+    assert request.state is not None
+    return len(request.state.recompute_positions)
+
+
+def _per_request(scorer: Scorer, requests: Sequence[LiveRequest]) -> list[list[np.ndarray]]:
+    """Scores float32 ``[L]`` of every span of every request, in the order of the scorer's probes."""
+    scores = all_reduce(scorer.scores).cpu().numpy()
+    bounds = indptr(scorer.lengths)
+    parts = iter([scores[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+    return [[next(parts) for _ in request.reuse.reads] for request in requests if request.reuse]
+
+
+def all_reduce(scores: Any) -> Any:
+    """Sum over tensor-parallel ranks, each of which saw its own heads; every rank then chooses the same anchors."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    return scores if group.world_size == 1 else group.all_reduce(scores)
+
