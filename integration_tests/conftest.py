@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from integration_tests.oracle.checkpoints import CheckpointSpec, dream_spec, write_checkpoint
 from integration_tests.server import Server, serve
@@ -15,6 +16,8 @@ from integration_tests.server import Server, serve
 LLADA_SPEC = CheckpointSpec(embedding_rows=256, kv_heads=2)
 DREAM_SPEC = dream_spec()
 BLOCK_LENGTH = 32
+
+torch.set_num_threads(1)  # small models, and the servers want the cores
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,18 @@ import pytest
 
 from integration_tests.conftest import BLOCK_LENGTH, KINDS
 from integration_tests.oracle.cached_transformer import CachedTransformer
-from integration_tests.oracle.checkpoints import DREAM, CheckpointSpec
+from integration_tests.oracle.checkpoints import DREAM, LLADA, CheckpointSpec
 from integration_tests.oracle.reference_loop import Decoding, generate, predictor_for
 from integration_tests.oracle.transformers_oracle import TransformersOracle
 from integration_tests.prompts import prompt_ids
 from integration_tests.server import Server
 
 DEFAULT_RULE = {"llada": "low_confidence", "dream": "maskgit_plus"}
+END_TOKENS: dict[str, Callable[[CheckpointSpec], tuple[int, ...]]] = {
+    LLADA: lambda spec: (spec.eos_id, spec.special("<|eot_id|>")),
+    DREAM: lambda spec: (spec.eos_id,),
+}
+"""What ends an answer besides a request's own stop tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Reference:
             factor=params.get("factor"),
             rule=params.get("remasking", self.rule),
             shift=self.spec.architecture == DREAM,
-            eos_ids=(self.spec.eos_id, *case.stop),
+            eos_ids=(*END_TOKENS[self.spec.architecture](self.spec), *case.stop),
         )
         predictor = predictor_for(params["cache"], self.cached, self.oracle.logits)
         return generate(predictor, case.left, case.new_tokens, how, case.right).output

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from integration_tests.oracle.cached_transformer import CachedTransformer
 from integration_tests.oracle.checkpoints import CheckpointSpec, dream_spec, write_checkpoint
-from integration_tests.oracle.sglang_runner import Query, SGLangRunner, whole_canvas
+from integration_tests.oracle.sglang_runner import Query, SGLangRunner, free_port, whole_canvas, whole_canvas_logits
 from integration_tests.oracle.transformers_oracle import TransformersOracle
 
 SPECS = {
@@ -130,3 +130,14 @@ def test_half_precision(tmp_path, spec, dtype):
         assert error < {"bfloat16": 0.1, "float16": 0.015}[dtype]
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize("name", ["llada-grouped", "llada-one-key-head-padded-biased", "dream-tied"])
+def test_tensor_parallel(tmp_path, name):
+    """Two ranks, each with half of the heads (a lone key head on both) and of the vocabulary."""
+    spec = SPECS[name]
+    folder = write_checkpoint(tmp_path, spec)
+    tokens = torch.randint(0, spec.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    torch.multiprocessing.spawn(whole_canvas_logits, (folder, tokens.tolist(), 2, free_port()), nprocs=2)
+    for rank in (0, 1):
+        assert_close(torch.load(folder / f"rank{rank}.pt"), TransformersOracle(folder).logits(tokens))

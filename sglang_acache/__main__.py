@@ -1,4 +1,4 @@
-"""``python -m sglang_acache check``: does the installed SGLang match, and what is attached to it."""
+"""``python -m sglang_acache``: ``check`` the installation, run the ``demo``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_acache", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sglang_acache", description="ACache for SGLang")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="print versions, device, registries and hooks; exit 2 on a mismatch")
-    parser.parse_args(argv)
+    demo = commands.add_parser("demo", help="serve the bundled model, send requests that share text, print what was reused")
+    demo.add_argument("--exit", action="store_true", help="stop the server after the table (default without a terminal)")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "demo":
+        from sglang_acache.demo import run_demo
+
+        return run_demo(stay=not arguments.exit and sys.stdout.isatty())
     from sglang_acache.srt.check import run_check
 
     return run_check()

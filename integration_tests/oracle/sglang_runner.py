@@ -33,12 +33,23 @@ class Query:
 class SGLangRunner:
     """Loads a checkpoint as the server would, plugins included.
 
-    A process holds one at a time: making one closes the last.
+    A process holds one at a time: making one closes the last. Under tensor parallelism each rank is a process
+    of its own and all share ``port``.
     """
 
     _live: ClassVar[SGLangRunner | None] = None
 
-    def __init__(self, folder: Path, dtype: str = "float32", trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        trust_remote_code: bool = False,
+        rank: int = 0,
+        tp_size: int = 1,
+        port: int | None = None,
+    ) -> None:
+        if SGLangRunner._live is not None:
+            SGLangRunner._live.close()
         os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang_acache.models")
         os.environ.setdefault("SGLANG_EAGER_INPUT_NO_COPY", "1")  # as our launch does
         from sglang.srt.plugins import load_plugins
@@ -58,18 +69,17 @@ class SGLangRunner:
             max_running_requests=8,
             trust_remote_code=trust_remote_code,
             skip_tokenizer_init=True,
+            tp_size=tp_size,
         )
-        publish(args, role="scheduler", ranks=SpawnRanks(gpu_id=0, world_rank=0, dp_rank=None))
+        publish(args, role="scheduler", ranks=SpawnRanks(gpu_id=rank, world_rank=rank, dp_rank=None))
         config = ModelConfig.from_server_args(args)
-        if SGLangRunner._live is not None:
-            SGLangRunner._live.close()
-        port = _free_port()
+        port = port or free_port()
         bootstrap.init_parallel_runtime(server_args=args, device=get_device().device, dist_port=port)
         SGLangRunner._live = self
         try:
             bootstrap.init_layer_runtime(model_config=config)
             self.runner = ModelRunner(
-                model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=args
+                model_config=config, mem_fraction_static=0.5, gpu_id=rank, nccl_port=port, server_args=args
             )
             self.runner.alloc_memory_pool()
             self.runner.init_attention_backends()
@@ -90,6 +100,13 @@ class SGLangRunner:
             SGLangRunner._live = None
             destroy_model_parallel()
             destroy_distributed_environment()
+
+
+def whole_canvas_logits(rank: int, folder: Path, tokens: list[int], tp_size: int, port: int) -> None:
+    """One rank of a tensor-parallel group: saves its logits of all of ``tokens`` as ``rank<i>.pt`` in ``folder``."""
+    runner = SGLangRunner(folder, rank=rank, tp_size=tp_size, port=port)
+    torch.save(runner.forward([whole_canvas(tokens, 1)]), folder / f"rank{rank}.pt")
+    runner.close()
 
 
 def whole_canvas(tokens: Sequence[int], first_slot: int, rows: Sequence[int] | None = None) -> Query:
@@ -139,7 +156,8 @@ def _flat(parts: Any) -> torch.Tensor:
     return torch.tensor([int(item) for part in parts for item in part], dtype=torch.int64)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

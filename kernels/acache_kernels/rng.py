@@ -4,7 +4,7 @@ All arithmetic is modulo 2^32, so torch (int64 and a mask) and Triton (uint32) g
 
     mix(x)  = x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
     key0    = mix(low 32 bits of the seed + 0x9E3779B9)
-    key1    = mix(high 32 bits of the seed ^ key0)
+    key1    = mix((high 32 bits of the seed ^ key0) + 0x85EBCA6B)
     h(seed, c) = mix(mix(c + key0) ^ key1)
     uniform = ((h >> 9) + 0.5) * 2^-23          exact in float32, never 0 and never 1
     gumbel  = -log(-log(uniform))               float32
@@ -18,6 +18,8 @@ MASK = 0xFFFFFFFF
 MIX_A = 0x7FEB352D
 MIX_B = 0x846CA68B
 GOLDEN = 0x9E3779B9
+APART = 0x85EBCA6B
+"""Keeps key1 from being mix(key0), which would cancel for counter 0."""
 ROW_COUNTER = 0xFFFFFFFF
 
 
@@ -31,7 +33,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def keys(seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two 32-bit keys of each seed, int64 [M] -> int64 [M], int64 [M]."""
     key0 = _mix(((seed & MASK) + GOLDEN) & MASK)
-    return key0, _mix(((seed >> 32) & MASK) ^ key0)
+    return key0, _mix(((((seed >> 32) & MASK) ^ key0) + APART) & MASK)
 
 
 def hash_bits(key0: torch.Tensor, key1: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:

@@ -40,11 +40,11 @@ class DiffusionRequest:
         "attended_slots",
         "canvas",
         "forward_passes",
+        "forwarded_tokens",
         "params",
         "policy",
         "read_slot_map",
         "recompute_positions",
-        "recompute_tokens",
         "sampling",
         "shift_logits",
         "stored",
@@ -64,7 +64,7 @@ class DiffusionRequest:
         self.recompute_positions, self.attended_slots = empty, empty
         self.stored = False  # whether the slots hold K/V of this canvas, so that a step may forward less than all
         self.forward_passes = 0
-        self.recompute_tokens = 0
+        self.forwarded_tokens = 0
 
     def use_private_slots(self, slots: np.ndarray) -> None:
         """Give every position its own slot, int64 ``[T]``: no reuse. The next forward covers the whole canvas."""
@@ -133,4 +133,4 @@ class DiffusionRequest:
         """Account for a denoising forward of this request that has been done."""
         self.stored = True
         self.forward_passes += 1
-        self.recompute_tokens += num_positions
+        self.forwarded_tokens += num_positions

@@ -67,6 +67,7 @@ class Reuse:
         self.policy = policy
         self.canvas_tokens = canvas_tokens
         self.stage = Stage.ENCODING
+        self.closed = False  # the spans were given back; what remains is for reporting
         self.affix_tokens = sum(len(read) for read in self.reads)
         self.anchor_budget = sum(anchor_count(len(read), policy.ratio) for read in self.reads)
         self.spare_slots = np.empty(0, dtype=np.int64)

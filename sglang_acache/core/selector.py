@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ class Selector:
     """A named way to choose K of L affix tokens.
 
     needs: which scores the caller must supply ("none": no probe has to run). rank(scores, length, seed) gives
-    int64[L], all positions, most wanted first. falling: it prefers high scores, so that `coverage` has a
+    int64[L], all positions, most wanted first. falling: it prefers high scores, so that ``coverage`` has a
     meaning.
     """
 
@@ -72,12 +73,17 @@ def exact_ratio(ratio: Ratio, field: str = "anchor_ratio") -> Fraction:
     try:
         if isinstance(ratio, bool):
             raise ValueError
-        exact = ratio if isinstance(ratio, Fraction) else Fraction(str(ratio))
+        exact = ratio if isinstance(ratio, Fraction) else _fraction(str(ratio))
     except (ValueError, ZeroDivisionError):
         raise ParamError(field, f"must be a number between 0 and 1, got {ratio!r}") from None
     if not 0 <= exact <= 1:
         raise ParamError(field, f"must be between 0 and 1, got {ratio!r}")
     return exact
+
+
+@lru_cache(maxsize=256)
+def _fraction(text: str) -> Fraction:
+    return Fraction(text)
 
 
 def anchor_count(length: int, ratio: Ratio) -> int:
@@ -95,7 +101,7 @@ class AnchorPolicy:
     coverage: take only as many of the K as are needed for their scores to sum to this part of the span's
     total.
     drop_non_anchors: an ablation for the runner: affix entries that are no anchors are left out of attention.
-    seed: of the request, used by `random` only, together with the number of the span within the request.
+    seed: of the request, used by ``random`` only, together with the number of the span within the request.
     Raises ValueError naming the field, as requests spell it, when made with bad values.
     """
 
@@ -125,7 +131,7 @@ class AnchorPolicy:
     def select(self, length: int, scores: npt.ArrayLike | None = None, span: int = 0) -> Positions:
         """int64[K], ascending positions within the span.
 
-        scores: [length], importance by position, required when `needs` is not "none". NaN ranks last: a model
+        scores: [length], importance by position, required when ``needs`` is not "none". NaN ranks last: a model
         that computes it is broken, the server is not. span: number of the span within the request.
         """
         budget = anchor_count(length, self.ratio)
@@ -147,7 +153,7 @@ class AnchorPolicy:
 
 
 def _covering(falling: Scores, part: Fraction) -> int:
-    """Smallest K whose first K scores sum to `part` of the total; negative scores and NaN count nothing."""
+    """Smallest K whose first K scores sum to ``part`` of the total; negative scores and NaN count nothing."""
     sums = np.cumsum(np.clip(np.where(np.isnan(falling), 0.0, falling), 0.0, 1e30))
     if not len(sums) or sums[-1] == 0 or part == 0:
         return 0

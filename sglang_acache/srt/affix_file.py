@@ -14,7 +14,9 @@ from sglang_acache.core.params import ParamError
 from sglang_acache.core.spans import stable_interior
 from sglang_acache.core.spans.types import as_tokens
 
+MAX_LABEL_CHARACTERS = 512
 _FIELDS = ("text", "ids", "name", "pinned", "cache_salt", "extra_key")
+_LABELS = ("name", "cache_salt", "extra_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class SpanDeclaration:
 
     @property
     def namespace(self) -> str:
-        return json.dumps([self.cache_salt, self.extra_key])
+        return json.dumps([self.cache_salt or None, self.extra_key or None])
 
     def tokens(self, encode: Callable[[str], list[int]] | None, vocab_limit: int) -> np.ndarray:
         """int32 ids; of a text, the interior that tokenizes the same in every context.
@@ -60,16 +62,28 @@ def parse_declaration(values: Any) -> SpanDeclaration:
     text, ids = values.get("text"), values.get("ids")
     if (text is None) == (ids is None):
         raise ParamError("text", "give exactly one of text and ids")
-    if text is not None and (not isinstance(text, str) or not text):
-        raise ParamError("text", f"must be a non-empty string, got {text!r}")
+    if text == "":
+        raise ParamError("text", "must be a non-empty string")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
         raise ParamError("ids", "must be a non-empty list of token ids")
-    for key in ("name", "cache_salt", "extra_key"):
-        if values.get(key) is not None and not isinstance(values[key], str):
-            raise ParamError(key, f"must be a string, got {values[key]!r}")
+    for key in ("text", *_LABELS):
+        if values.get(key) is not None:
+            check_text(key, values[key])
     if not isinstance(values.get("pinned", False), bool):
         raise ParamError("pinned", f"must be true or false, got {values['pinned']!r}")
     return SpanDeclaration(**{**values, "ids": None if ids is None else tuple(ids)})
+
+
+def check_text(field: str, value: Any) -> None:
+    """Raise ParamError where ``value`` is no text of that field: not a string, not Unicode, or a label too long."""
+    if not isinstance(value, str):
+        raise ParamError(field, f"must be a string, got {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ParamError(field, "has half of a surrogate pair; send valid Unicode") from error
+    if field in _LABELS and len(value) > MAX_LABEL_CHARACTERS:
+        raise ParamError(field, f"has {len(value)} characters; at most {MAX_LABEL_CHARACTERS} are allowed")
 
 
 def read_affix_file(path: str) -> list[SpanDeclaration]:

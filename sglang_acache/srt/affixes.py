@@ -98,6 +98,7 @@ class Affixes:
             self._check_digests()
         for read in reuse.reads:
             self.tree.release(read.handle)
+        reuse.closed = True
 
     def _matches(
         self,
@@ -178,8 +179,10 @@ class Affixes:
         self.counters.probe_seconds += seconds if work.probes else 0.0
         for scorer, requests in work.scored:
             for request, scores in zip(requests, _per_request(scorer, requests), strict=True):
-                assert request.reuse is not None
-                request.reuse.note_probe(_probe_rows(request), seconds * 1000.0)
+                assert request.reuse is not None and request.state is not None
+                rows = _probe_rows(request)
+                request.reuse.note_probe(rows, seconds * 1000.0)
+                request.state.forwarded_tokens += rows
                 released.append((request, self._select(request, scores)))
         return released
 

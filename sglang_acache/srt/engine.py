@@ -46,25 +46,32 @@ class DiffusionEngine:
         self.steps = 0
         self.stepping: list[LiveRequest] = []  # requests that denoise in the step being run, in order of its entries
         self._work = AffixWork()
-        self._refused: tuple[int, int] | None = None  # (request, releases so far) of the last refused admission
-        self._releases = 0
+        self._refused: tuple[int, int] | None = None  # (request, slots within reach) of the last refused admission
 
     # ── slots ─────────────────────────────────────────────────────────────
 
     def try_admit(self, request: LiveRequest) -> bool:
         """Reserve a row and every slot of the request; False (and nothing reserved) where they do not fit.
 
-        A request that was refused is looked at again only after another one has given slots back.
+        A request that was refused is looked at again only when other slots are within reach.
         """
-        key = (id(request), self._releases)
+        key = (id(request), self._slots_within_reach())
         if self._refused == key:
             return False
         if self.req_to_token_pool.available_size() == 0 or not self._reserve(request):
-            self._refused = key
+            self._refused = (id(request), self._slots_within_reach())
             return False
         request.waiting_since = self.steps
         self.live.append(request)
         return True
+
+    def _slots_within_reach(self) -> int:
+        return self.slots.available() + (0 if self.affixes is None else self.affixes.tree.evictable)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is live or under way that could give slots back."""
+        return not self.live and not (self.affixes is not None and self.affixes.has_background_work)
 
     def _reserve(self, request: LiveRequest) -> bool:
         tokens = request.canvas_tokens
@@ -72,11 +79,13 @@ class DiffusionEngine:
         if self.affixes is not None:
             no_share = len(request.left_context) - 1 if self.shift_logits else None
             reuse = self.affixes.open(request, tokens, request.block_starts, no_share)
-        needed = tokens if reuse is None else reuse.private_needed
-        slots = self._allocate(needed)
+        slots = self._allocate(tokens if reuse is None else reuse.private_needed)
+        if slots is None and reuse is not None and self.affixes is not None:
+            # The spans and the request do not fit together; without them it may.
+            self.affixes.close(reuse)
+            reuse = None
+            slots = self._allocate(tokens)
         if slots is None:
-            if reuse is not None and self.affixes is not None:
-                self.affixes.close(reuse)
             return False
         state = request.start(mask_token_id=self.mask_token_id, shift_logits=self.shift_logits)
         request.reuse = reuse
@@ -117,11 +126,10 @@ class DiffusionEngine:
     def retire(self, finished: list[LiveRequest]) -> None:
         """Forget requests whose private slots SGLang has released; give back the spans they read."""
         for request in finished:
-            if request.reuse is not None and self.affixes is not None:
+            if request.reuse is not None and self.affixes is not None and not request.reuse.closed:
                 self.affixes.close(request.reuse)
         gone = set(map(id, finished))
         self.live = [request for request in self.live if id(request) not in gone]
-        self._releases += len(finished)
 
     # ── one step ──────────────────────────────────────────────────────────
 
@@ -178,7 +186,6 @@ class DiffusionEngine:
             owned = self.affix_cache.private_slots[request.req.kv.req_pool_idx].cpu().numpy()
             self._own(request, np.setdiff1d(owned, released))
             self.slots.free(released)
-            self._releases += 1
         else:
             self._write_row(request)
 

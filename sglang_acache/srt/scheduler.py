@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ class DiffusionScheduler(Scheduler):
     ) -> BatchPlan:
         if self.engine is None:
             return super().get_next_batch_to_run(running_batch, last_batch)
+        self._drop_retracted()
         self._finish_aborted()
         self._admit()
         running_batch.reqs = [request.req for request in self.engine.live]
@@ -160,10 +162,26 @@ class DiffusionScheduler(Scheduler):
                 self._finish_unstarted(req)
                 continue
             if not self.engine.try_admit(req.diffusion):
-                break
+                if not self.engine.idle:
+                    break
+                self.waiting_queue.pop(0)
+                req.set_finish_with_abort(self._no_room(req.diffusion), status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+                self._finish_unstarted(req)
+                continue
             self.waiting_queue.pop(0)
             admitted.append(req)
         set_time_batch(admitted, "set_forward_entry_time")
+
+    def _no_room(self, request: LiveRequest) -> str:
+        return (
+            f"the canvas of {request.canvas_tokens} tokens does not fit the K/V pool beside pinned shared spans; "
+            "unpin or delete some (DELETE /acache/spans), shorten the request, or raise --max-total-tokens"
+        )
+
+    def _drop_retracted(self) -> None:
+        """Forget requests that SGLang put back in the queue, without their K/V; they keep what they committed."""
+        assert self.engine is not None
+        self.engine.retire([request for request in self.engine.live if not request.req.kv.holds_kv])
 
     def _finish_unstarted(self, req: Req) -> None:
         """End a request that needs no forward: refused after queueing, or asked for no tokens."""

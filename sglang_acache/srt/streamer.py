@@ -43,5 +43,5 @@ def _stats(req: Any) -> dict[str, Any]:
         "cache": state.params.cache,
         "canvas_tokens": len(state.canvas),
         "forward_passes": state.forward_passes,
-        "recompute_tokens": state.recompute_tokens,
+        "forwarded_tokens": state.forwarded_tokens,
     }

@@ -170,7 +170,7 @@ def reference_uniform(seed: int, counter: int) -> float:
     """The documented hash in Python's integers."""
     unsigned = seed % 2**64
     key0 = mix32((unsigned + 0x9E3779B9) % 2**32)
-    key1 = mix32(unsigned >> 32 ^ key0)
+    key1 = mix32(((unsigned >> 32 ^ key0) + 0x85EBCA6B) % 2**32)
     return ((mix32(mix32((counter + key0) % 2**32) ^ key1) >> 9) + 0.5) * 2.0**-23
 
 

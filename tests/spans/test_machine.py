@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from span_world import Content, World, encoding
 
-from sglang_acache.core.spans import Encode, Segment, SpanHandle, SpanNameTaken, SpanTree, WorkOrder
+from sglang_acache.core.spans import Encode, Segment, SpanHandle, SpanNameTaken, SpanTree, State, WorkOrder
 from sglang_acache.core.spans.node import Layer, Node
 
-# Few token ids and short texts: they share beginnings, recur inside each other, and are cut all the time.
-TEXTS = st.lists(st.integers(1, 3), min_size=1, max_size=9)
-SPACES = st.sampled_from(["", "tenant"])
+# A few chunks make all texts: they share beginnings, recur whole and inside each other, and are cut all the time.
+CHUNKS = st.sampled_from([[1, 2], [1, 3], [2], [3, 3, 1], [1, 2, 2, 3]])
+TEXTS = st.lists(CHUNKS, min_size=1, max_size=3).map(lambda chunks: [token for chunk in chunks for token in chunk])
+SPACES = st.sampled_from(["", "", "", "tenant"])
 NAMES = st.sampled_from(["a", "b", "c"])
 STARTS = st.sampled_from([0, 1, 7, 20])
 
@@ -35,10 +37,11 @@ class SpanMachine(RuleBasedStateMachine):
     readers = Bundle("readers")
     orders = Bundle("orders")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(slots=48, min_tokens=2, max_shared_tokens=40, max_spans=6)
+    @initialize(slots=st.sampled_from([20, 60, 200]), cap=st.sampled_from([15, 50, None]))
+    def start(self, slots: int, cap: int | None) -> None:
+        self.world = World(slots=slots, min_tokens=2, max_shared_tokens=cap, max_spans=6)
         self.tree = self.world.tree
+        self.texts: list[list[int]] = [[1, 2]]  # whatever was made known, now forgotten or not
         self.declared: dict[tuple[str, str], tuple[list[int], bool]] = {}
         self.live: dict[int, Reader] = {}
         self.private = 0
@@ -56,6 +59,13 @@ class SpanMachine(RuleBasedStateMachine):
             return
         assert known is None or known[0] == tokens
         self.declared[space, name] = (tokens, pinned)
+        self.texts.append(tokens)
+
+    @rule(data=st.data(), pinned=st.booleans())
+    def declare_again(self, data: st.DataObject, pinned: bool) -> None:
+        if self.declared:
+            space, name = data.draw(st.sampled_from(sorted(self.declared)))
+            self.declare(space, name, self.declared[space, name][0], pinned)
 
     @rule(space=SPACES, name=NAMES)
     def remove(self, space: str, name: str) -> None:
@@ -68,6 +78,7 @@ class SpanMachine(RuleBasedStateMachine):
     @rule(space=SPACES, tokens=TEXTS)
     def insert(self, space: str, tokens: list[int]) -> None:
         self.tree.insert(space, tokens)
+        self.texts.append(tokens)
 
     @rule(space=st.none() | SPACES)
     def flush(self, space: str | None) -> None:
@@ -79,8 +90,11 @@ class SpanMachine(RuleBasedStateMachine):
 
     # ---- reading
 
-    @rule(target=readers, space=SPACES, left=TEXTS, right=TEXTS, start=STARTS)
-    def match_and_acquire(self, space: str, left: list[int], right: list[int], start: int) -> object:
+    @rule(target=readers, space=SPACES, data=st.data(), around=TEXTS, start=STARTS, run=st.booleans())
+    def match_and_acquire(self, space: str, data: st.DataObject, around: list[int], start: int, run: bool) -> object:
+        known = st.sampled_from(self.texts)
+        left = data.draw(known) + around
+        right = around[:1] + data.draw(known)
         segments = [Segment(np.array(left), start), Segment(np.array(right), start + len(left) + 5)]
         canvas = dict(zip(range(start, start + len(left)), left, strict=True))
         canvas |= dict(zip(range(segments[1].start, segments[1].start + len(right)), right, strict=True))
@@ -98,6 +112,8 @@ class SpanMachine(RuleBasedStateMachine):
                 assert self.world.pool.available() == before
             else:
                 handles.append(self._hold(handle))
+                if run:
+                    self.world.work(handle)
         return multiple(*handles)
 
     @rule(target=readers, space=SPACES, tokens=TEXTS, start=STARTS)
@@ -118,8 +134,12 @@ class SpanMachine(RuleBasedStateMachine):
         if reader.handle.released:
             return multiple()
         orders = self.tree.begin_work(reader.handle)
-        claimed = sum(len(o.slots if isinstance(o, Encode) else o.dst_slots) for o in orders)
-        assert claimed <= len(reader.tokens)
+        written = [slot for p in reader.handle.placements if p.state is State.READY for slot in p.slots.tolist()]
+        for order in orders:
+            if isinstance(order, Encode):
+                assert set(order.ancestor_slots.tolist()) <= set(written)
+            written += (order.slots if isinstance(order, Encode) else order.dst_slots).tolist()
+        assert len(written) == len(set(written)) <= len(reader.tokens)
         return multiple(*[(reader, order) for order in orders])
 
     @rule(item=consumes(orders), fail=st.booleans())
@@ -137,7 +157,7 @@ class SpanMachine(RuleBasedStateMachine):
         """A runner that settles out of order or after a failure would read slots that nobody wrote."""
         entry = self.tree.work.outstanding[order.ticket]
         above = entry.placement.ancestors() if isinstance(order, Encode) else []
-        return all(p.state.value == "ready" for p in above)
+        return all(p.state is State.READY for p in above)
 
     @rule(reader=readers)
     def run_to_ready(self, reader: Reader) -> None:
@@ -158,12 +178,15 @@ class SpanMachine(RuleBasedStateMachine):
         reader.handle.set_anchors(sorted(positions), slots)
         assert np.isin(slots, reader.handle.read_slots()).all()
 
-    @rule(reader=consumes(readers))
-    def release(self, reader: Reader) -> None:
+    @rule(reader=consumes(readers), again=st.booleans())
+    def release(self, reader: Reader, again: bool) -> None:
         if not reader.handle.released:
             self.tree.release(reader.handle)
             self._free_private(reader)
             del self.live[reader.handle.id]
+        elif again:
+            with pytest.raises(ValueError, match="not held"):
+                self.tree.release(reader.handle)
 
     def _free_private(self, reader: Reader) -> None:
         if reader.private is not None:
@@ -222,6 +245,8 @@ class SpanMachine(RuleBasedStateMachine):
             assert shape(self.tree.spaces[space].root) == shape(fresh.spaces[space].root)
 
     def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
         for reader in self.live.values():
             self.tree.release(reader.handle)
             self._free_private(reader)
@@ -237,6 +262,6 @@ def shape(node: Node) -> object:
 
 
 SpanMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSpanMachine = SpanMachine.TestCase

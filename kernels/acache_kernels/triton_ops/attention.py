@@ -51,10 +51,10 @@ def tile_shapes(head_dim: int, dtype: torch.dtype) -> tuple[TileShape, ...]:
             return (TileShape(32, 32, 4, 1),)
         return (TileShape(16, 32, 8, 1),) if head_dim <= 128 else (TileShape(32, 16, 8, 1),)
     if head_dim <= 64:
-        return TileShape(32, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 64, 4, 3)
-    if head_dim <= 128:
         return TileShape(32, 64, 4, 3), TileShape(64, 64, 4, 3), TileShape(128, 64, 8, 3)
-    return TileShape(32, 32, 4, 2), TileShape(64, 32, 4, 2), TileShape(128, 32, 8, 2)
+    if head_dim <= 128:
+        return TileShape(32, 64, 4, 3), TileShape(64, 64, 8, 3), TileShape(128, 32, 8, 3)
+    return TileShape(32, 32, 4, 2), TileShape(64, 32, 8, 2)
 
 
 @dataclass(frozen=True)

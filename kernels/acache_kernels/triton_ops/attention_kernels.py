@@ -13,7 +13,7 @@ from acache_kernels.triton_ops.compat import operand
 
 WORK_FIELDS = 6
 MERGE_FIELDS = 5
-MERGE_ROWS = 16
+MERGE_ROWS = 8
 
 
 @triton.jit

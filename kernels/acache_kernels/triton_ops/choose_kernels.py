@@ -26,7 +26,7 @@ def mix(x):
 def uniforms(seed, counter):
     """One seed (int64 scalar), counters uint32 [n] -> float32 [n] in (0, 1)."""
     key0 = mix(((seed & 0xFFFFFFFF) + 0x9E3779B9).to(tl.uint32))
-    key1 = mix(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32) ^ key0)
+    key1 = mix((((seed >> 32) & 0xFFFFFFFF).to(tl.uint32) ^ key0) + 0x85EBCA6B)
     bits = mix(mix(counter + key0) ^ key1)
     return ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 

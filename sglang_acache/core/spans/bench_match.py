@@ -1,7 +1,7 @@
 """Cost of finding spans in prompts: ``python -m sglang_acache.core.spans.bench_match``.
 
-Prints milliseconds of processor time per 1,000 prompt tokens, medians, for matching and for discovery, with many known spans; exits
-with 1 when an ordinary prompt costs more than the bound. Hostile prompts are printed beside them.
+Prints milliseconds of processor time per 1,000 prompt tokens, medians, for matching and for discovery, with many
+known spans; exits with 1 when an ordinary prompt costs more than the bound. Hostile prompts are printed beside them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def span_value(
 
 
 def probe_price(canvas: int, costs: Costs = DEFAULT_COSTS, needs: Needs = "attention") -> float:
-    """Price of a probe over all T rows; `span_value` credits the rows that a span spares it. `kv_deviation`
+    """Price of a probe over all T rows; ``span_value`` credits the rows that a span spares it. ``kv_deviation``
     needs fresh K/V of the affix itself and is spared nothing; selectors that need nothing have no probe."""
     return 0.0 if needs == "none" else costs.probe_row * canvas
 
@@ -72,7 +72,7 @@ def choose_spans(
     costs: Costs = DEFAULT_COSTS,
     needs: Needs = "attention",
 ) -> list[bool]:
-    """Which spans to use in a request with `canvas` positions that will make `block_starts` block starts."""
+    """Which spans to use in a request with ``canvas`` positions that will make ``block_starts`` block starts."""
     values = [span_value(span, block_starts, ratio, costs, needs) for span in spans]
     total = sum(value for value in values if value > 0)
     pays = total > probe_price(canvas, costs, needs)

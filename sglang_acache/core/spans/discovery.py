@@ -18,9 +18,9 @@ from sglang_acache.core.spans.types import Segment, SpanMatch, TokenArray, as_to
 class PromotionRule:
     """When a recurring run becomes a known span.
 
-    1. It stood in at least `min_seen` distinct requests.
-    2. Reuse pays for its encoding (`breakeven`): in a request like the one just seen, with its other known
-    spans, the run has a positive value when its encoding is written off over `seen - 1` further uses. A run
+    1. It stood in at least ``min_seen`` distinct requests.
+    2. Reuse pays for its encoding (``breakeven``): in a request like the one just seen, with its other known
+    spans, the run has a positive value when its encoding is written off over ``seen - 1`` further uses. A run
     that came back n times is expected to come back n times more: the plain guess without any knowledge of the
     traffic. block_starts is only used if the caller does not say how many the request makes.
     """
@@ -33,7 +33,7 @@ class PromotionRule:
     def keep(
         self, canvas: int, known: Sequence[int], runs: Sequence[tuple[int, int]], block_starts: int | None
     ) -> list[bool]:
-        """For each run (length, seen), whether to promote it; `known`: lengths of the request's known
+        """For each run (length, seen), whether to promote it; ``known``: lengths of the request's known
         spans."""
         spans = [SpanCost(length) for length in known]
         spans += [SpanCost(length, encode=length, uses=seen - 1) for length, seen in runs]
@@ -44,8 +44,8 @@ class PromotionRule:
 
 @dataclass(frozen=True, eq=False)
 class Promotion:
-    """Insert `tokens` into the tree. The first `known` of them are a known span, the rest becomes its child.
-    `start` is where the last request had them: the offset to encode at, if encoded ahead of the next
+    """Insert ``tokens`` into the tree. The first ``known`` of them are a known span, the rest becomes its child.
+    ``start`` is where the last request had them: the offset to encode at, if encoded ahead of the next
     reader."""
 
     namespace: str
@@ -88,15 +88,16 @@ class Discovery:
         proposals: list[Promotion] = []
         documents = []
         for text in texts:
-            runs = self.recent.runs(namespace, request, text.tokens)
+            marks = self.recent.marks(text.tokens)
+            runs = self.recent.runs(namespace, request, text.tokens, marks)
             seen = np.ones(len(text.tokens), np.int32)
             for run in runs:
                 np.maximum(seen[run.start : run.stop], run.seen + 1, out=seen[run.start : run.stop])
-            documents.append((text.tokens, seen))
+            documents.append((text.tokens, seen, marks))
             inside = [(s - text.start, e - text.start) for s, e in known]
             proposals += self._propose(namespace, text, runs, inside)
-        for tokens, seen in documents:  # only now: a request is not compared with itself
-            self.recent.add(namespace, request, tokens, seen)
+        for tokens, seen, marks in documents:  # only now: a request is not compared with itself
+            self.recent.add(namespace, request, tokens, seen, marks)
         lengths = [(len(p.tokens) - p.known, p.seen) for p in proposals]
         total = sum(len(t.tokens) for t in texts) if canvas is None else canvas
         keep = self.rule.keep(total, [e - s for s, e in known], lengths, block_starts)
@@ -107,7 +108,8 @@ class Discovery:
         """A declared text counts as seen often enough: a prompt with only a part of it (other edges, a
         quotation) gets that part promoted at once."""
         ids = as_tokens(tokens)
-        self.recent.add(namespace, None, ids, np.full(len(ids), self.rule.min_seen - 1, np.int32))
+        seen = np.full(len(ids), self.rule.min_seen - 1, np.int32)
+        self.recent.add(namespace, None, ids, seen, self.recent.marks(ids))
 
     def promotions(self) -> list[Promotion]:
         """What has become worth knowing since the last call."""
@@ -136,7 +138,7 @@ class Discovery:
 
 
 def _frequent(run: Run, min_seen: int, min_tokens: int) -> list[tuple[int, int, int]]:
-    """Maximal (start, stop, seen) within the run whose tokens all stood in `min_seen` requests."""
+    """Maximal (start, stop, seen) within the run whose tokens all stood in ``min_seen`` requests."""
     often = np.concatenate([[False], run.seen + 1 >= min_seen, [False]])
     edges = np.flatnonzero(np.diff(often.astype(np.int8))).tolist()
     return [
@@ -147,10 +149,10 @@ def _frequent(run: Run, min_seen: int, min_tokens: int) -> list[tuple[int, int, 
 
 
 def unknown_pieces(first: int, last: int, known: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int, int]]:
-    """What of the run [first, last) no known span covers, in pieces of at least `least` tokens.
+    """What of the run [first, last) no known span covers, in pieces of at least ``least`` tokens.
 
     Each is (start, edge, stop): tokens[edge:stop] are new; tokens[start:edge] are the known span right before
-    them whose child they become, empty if there is none within the run. `known` is sorted.
+    them whose child they become, empty if there is none within the run. ``known`` is sorted.
     """
     pieces = []
     start = edge = first

@@ -12,9 +12,9 @@ from sglang_acache.core.spans.types import SlotArray, SpanMatch, State
 
 
 class SpanHandle:
-    """A lock on the placements of one match, from `SpanTree.acquire` to `SpanTree.release`.
+    """A lock on the placements of one match, from ``SpanTree.acquire`` to ``SpanTree.release``.
 
-    Its slots never change and, once `ready`, are never written until it is released, whatever happens to the
+    Its slots never change and, once ``ready``, are never written until it is released, whatever happens to the
     tree.
     """
 

@@ -17,8 +17,8 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def window_for(min_tokens: int) -> int:
-    """The window of an index that must find every run of at least `min_tokens`: the largest power of two that
-    fits, at most 16. A run shorter than `min_tokens` is never served, so no shorter window is ever needed."""
+    """The window of an index that must find every run of at least ``min_tokens``: the largest power of two that
+    fits, at most 16. A run shorter than ``min_tokens`` is never served, so no shorter window is ever needed."""
     if min_tokens < 1:
         raise ValueError(f"min_tokens must be at least 1, not {min_tokens}")
     return min(MAX_WINDOW, 1 << (min_tokens.bit_length() - 1))
@@ -31,7 +31,7 @@ def _scramble(x: HashArray) -> HashArray:
 
 
 def window_hashes(tokens: TokenArray, width: int) -> HashArray:
-    """uint64[max(T - width + 1, 0)]: a hash of tokens[i : i + width] for every i. `width` is a power of two.
+    """uint64[max(T - width + 1, 0)]: a hash of tokens[i : i + width] for every i. ``width`` is a power of two.
 
     A polynomial modulo 2**64 over scrambled token ids, built by doubling the width. Only a filter: whoever
     uses it compares the tokens.

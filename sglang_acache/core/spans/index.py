@@ -13,9 +13,9 @@ _LOAD = 16  # buckets per key: one position in 16 passes the filter by chance at
 
 
 class SpanIndex:
-    """The first `width` tokens of every known span (a multiset), as a filter over all positions of a prompt.
+    """The first ``width`` tokens of every known span (a multiset), as a filter over all positions of a prompt.
 
-    Any run of at least `width` tokens that follows a known span from its first token begins at a candidate.
+    Any run of at least ``width`` tokens that follows a known span from its first token begins at a candidate.
     """
 
     def __init__(self, width: int) -> None:

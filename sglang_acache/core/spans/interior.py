@@ -31,7 +31,7 @@ def stable_interior(
 
 
 def _longest_common(alone: TokenArray, within: TokenArray) -> tuple[int, int]:
-    """Longest run [start, stop) of `alone` that equals `within` at one shift."""
+    """Longest run [start, stop) of ``alone`` that equals ``within`` at one shift."""
     best = (0, 0)
     for shift in range(-_SLACK, len(within) - len(alone) + _SLACK + 1):
         low, high = max(0, -shift), min(len(alone), len(within) - shift)

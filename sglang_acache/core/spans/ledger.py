@@ -21,7 +21,7 @@ class Ledger:
     is the home of a pinned node, and the number of its attached child placements that have guards themselves.
     So the parent of a protected placement is protected, and eviction takes leaves first by construction.
 
-    Invariants (checked by `integrity.check`): an attached placement without readers is READY; a child
+    Invariants (checked by ``integrity.check``): an attached placement without readers is READY; a child
     placement is attached only while its parent at the same offset is; everyone who reads a placement reads
     its ancestors.
     """
@@ -31,7 +31,8 @@ class Ledger:
         self.max_shared_tokens = max_shared_tokens
         self.attached: dict[Placement, None] = {}  # used as ordered sets
         self.orphans: dict[Placement, None] = {}
-        self.used = self.protected = self.detached = self.evicted = 0
+        self.used = self.protected = self.detached = 0
+        self.evicted = self.evictions = 0  # tokens and placements, since the start
         self._clock = 0
 
     @property
@@ -43,7 +44,7 @@ class Ledger:
         return self._clock
 
     def headroom(self) -> int:
-        """Most tokens that `make_room` could provide now."""
+        """Most tokens that ``make_room`` could provide now."""
         return self._free_now() + self.evictable
 
     def make_room(self, n: int) -> bool:
@@ -57,7 +58,7 @@ class Ledger:
         return True
 
     def open(self, node: Node, offset: int, parent: Placement | None) -> Placement | None:
-        """A locked, unencoded placement; None when no slots are left. `parent` is attached and locked."""
+        """A locked, unencoded placement; None when no slots are left. ``parent`` is attached and locked."""
         slots = self.pool.alloc(len(node.tokens))
         if slots is None:
             return None
@@ -130,7 +131,7 @@ class Ledger:
         self._free_orphan(placement)
 
     def retire_all(self, node: Node) -> None:
-        """Retire every placement of `node` and of the nodes below it."""
+        """Retire every placement of ``node`` and of the nodes below it."""
         for each in node.subtree():
             for placement in list(each.placements.values()):
                 self.retire(placement)
@@ -145,6 +146,7 @@ class Ledger:
             placement = heapq.heappop(heap)[-1]
             parent = placement.parent
             freed += len(placement)
+            self.evictions += 1
             self.retire(placement)
             if parent and not (parent.kids or parent.guards):
                 heapq.heappush(heap, self._heap_item(serial, parent))

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 
 from sglang_acache.core.spans.ledger import Ledger
 from sglang_acache.core.spans.matching import auto_name
 from sglang_acache.core.spans.node import Node
-from sglang_acache.core.spans.shape import Space
-from sglang_acache.core.spans.types import SpanInfo, State, Usage
+from sglang_acache.core.spans.shape import Shape, Space
+from sglang_acache.core.spans.types import Source, SpanInfo, State, Usage
 
 
-def spans(space: Space) -> list[SpanInfo]:
-    """One entry per declared name, one per end of an undeclared span."""
+def spans(spaces: Iterable[Space], source: Source | None = None, limit: int | None = None) -> list[SpanInfo]:
+    """One entry per declared name, one per end of an undeclared span; of these the ``limit`` most in use, if given."""
+    ends = [(space, node) for space in spaces for node in space.root.subtree() if node.is_end]
+    if source is not None:
+        ends = [(space, node) for space, node in ends if node.source == source]
+    if limit is not None:
+        ends = heapq.nlargest(limit, ends, key=lambda end: (end[1].readers, end[1].hits, end[1].last_access))
     infos = []
-    for node in space.root.subtree():
+    for space, node in ends:
         names = dict(node.declarations)
         if node.end:
             names[auto_name(node.path_tokens())] = False
         infos += [_info(space, node, name, pinned) for name, pinned in names.items()]
-    return infos
+    return infos[:limit]
 
 
-def usage(ledger: Ledger, spaces: Iterable[Space]) -> Usage:
-    nodes = [node for space in spaces for node in space.root.subtree() if node.parent is not None]
+def usage(ledger: Ledger, shape: Shape, spaces: Sequence[Space]) -> Usage:
     return Usage(
         used=ledger.used,
         evictable=ledger.evictable,
         protected=ledger.protected,
         detached=ledger.detached,
-        spans=sum(len(node.declarations) + node.end for node in nodes),
-        nodes=len(nodes),
+        pinned=sum(len(p) for p in ledger.attached if p.home and p.node.pins),
+        spans=shape.undeclared + sum(len(space.names) for space in spaces),
+        nodes=sum(_below(space.root) for space in spaces),
+        placements=sum(p.state is State.READY for p in ledger.attached),
         evicted=ledger.evicted,
+        evictions=ledger.evictions,
     )
+
+
+def _below(root: Node) -> int:
+    """How many nodes a root has below it."""
+    count, stack = 0, [root]
+    while stack:
+        children = stack.pop().children
+        count += len(children)
+        stack.extend(children.values())
+    return count
 
 
 def _info(space: Space, node: Node, name: str, pinned: bool) -> SpanInfo:

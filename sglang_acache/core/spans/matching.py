@@ -14,7 +14,7 @@ from sglang_acache.core.spans.types import Segment, Source, SpanMatch, State, To
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """How far the tree knows `tokens` from their first one: `length` tokens, of which `nodes` whole.
+    """How far the tree knows ``tokens`` from their first one: ``length`` tokens, of which ``nodes`` whole.
 
     What is left after the nodes is a part of an edge, to be cut (FREE) or copied to a FREE edge (DECLARED).
     """
@@ -24,7 +24,7 @@ class Reach:
     length: int
 
     def cut(self, room: int) -> int:
-        """The longest length of whole nodes that fits into `room`."""
+        """The longest length of whole nodes that fits into ``room``."""
         done = 0
         for node in self.nodes:
             if done + len(node.tokens) > room:
@@ -41,7 +41,7 @@ def reach_declared(space: Space, tokens: TokenArray) -> Reach:
 def reach(space: Space, tokens: TokenArray, min_tail: int) -> Reach:
     """Declared edges as long as they match whole, then undeclared ones.
 
-    The last edge may match in part only; it counts from `min_tail` tokens on, since cutting it costs an
+    The last edge may match in part only; it counts from ``min_tail`` tokens on, since cutting it costs an
     encoding.
     """
     declared = follow(space.root, tokens, Layer.DECLARED)
@@ -75,7 +75,7 @@ def find(space: Space, segment: Segment, min_tokens: int, declared_only: bool = 
 
 
 def _best(space: Space, tokens: TokenArray, at: int, edges: list[int], min_tail: int) -> Reach:
-    """Reach from `at`, not beyond the next declared match."""
+    """Reach from ``at``, not beyond the next declared match."""
     following = bisect_right(edges, at)
     stop = edges[following] if following < len(edges) else len(tokens)
     return reach(space, tokens[at:stop], min_tail)

@@ -1,4 +1,4 @@
-"""Nodes of the span tree and their placements: plain records, changed only by `Shape` and `Ledger`."""
+"""Nodes of the span tree and their placements: plain records, changed only by ``Shape`` and ``Ledger``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AnchorOverride:
 
 @dataclass(eq=False)
 class Node:
-    """One edge of the tree. `tokens` are its own; the span it ends is the concatenation from the root."""
+    """One edge of the tree. ``tokens`` are its own; the span it ends is the concatenation from the root."""
 
     tokens: TokenArray
     parent: Node | None
@@ -103,7 +103,7 @@ class Node:
 
 @dataclass(eq=False)
 class Placement:
-    """Shared K/V of a node when the root of its path stands at canvas position `offset`.
+    """Shared K/V of a node when the root of its path stands at canvas position ``offset``.
 
     Everything that the runner and the readers need is here and not in the node, so that a placement can
     outlive the shape it was made for: a detached one serves its readers and is freed when the last one goes.
@@ -145,8 +145,8 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """How far `tokens` follow one layer from a node: whole edges, then `tail` tokens into the edge
-    `partial`."""
+    """How far ``tokens`` follow one layer from a node: whole edges, then ``tail`` tokens into the edge
+    ``partial``."""
 
     nodes: tuple[Node, ...]
     whole: int

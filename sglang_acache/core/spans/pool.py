@@ -13,7 +13,7 @@ class SlotPool(Protocol):
     """The KV pool's allocator. Private and shared slots come from the same one."""
 
     def alloc(self, n: int) -> SlotArray | None:
-        """n slots (int64[n]), owned by the caller until `free`; None when fewer are free."""
+        """n slots (int64[n]), owned by the caller until ``free``; None when fewer are free."""
         ...
 
     def free(self, slots: SlotArray) -> None: ...

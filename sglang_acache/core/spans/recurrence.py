@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_acache.core.spans.hashing import window_for, window_hashes
-from sglang_acache.core.spans.types import SlotArray, TokenArray, common_prefix
+from sglang_acache.core.spans.types import TokenArray, common_prefix
 
 _LONGEST_PERIOD = 8
 _WIDEST_CHOICE = 64
@@ -18,7 +18,7 @@ _NEVER = np.uint64(2**64 - 1)
 
 @dataclass(eq=False)
 class Document:
-    """A segment of an earlier prompt. `seen[i]`: in how many distinct requests, this one included, token i
+    """A segment of an earlier prompt. ``seen[i]``: in how many distinct requests, this one included, token i
     stood within a common run, as far as known."""
 
     namespace: str
@@ -30,7 +30,7 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """tokens[start:stop] stand in an earlier document too, whose `seen` there is copied."""
+    """tokens[start:stop] stand in an earlier document too, whose ``seen`` there is copied."""
 
     start: int
     stop: int
@@ -44,14 +44,17 @@ class _Postings:
     latest: dict[int, tuple[Document, int]] = field(default_factory=dict)
 
 
-def fingerprints(tokens: TokenArray, min_tokens: int) -> tuple[SlotArray, list[int]]:
+Marks = tuple[list[int], list[int]]  # positions and hashes of the chosen windows
+
+
+def fingerprints(tokens: TokenArray, min_tokens: int) -> Marks:
     """Positions and hashes of chosen windows: the smallest hash of any min_tokens - width + 1 neighbours
     (winnowing), so that two prompts with a common run of min_tokens have a chosen window in common there.
     About one position in (min_tokens - width) / 2. Windows within text of a period of up to 8 tokens are
     never chosen: they would be found everywhere and say nothing."""
     hashes = window_hashes(tokens, window_for(min_tokens))
     if not len(hashes):
-        return np.empty(0, np.int64), []
+        return [], []
     periodic = np.zeros(len(hashes), bool)
     for period in range(1, min(_LONGEST_PERIOD, len(hashes) - 1) + 1):
         same = hashes[period:] == hashes[:-period]
@@ -60,13 +63,14 @@ def fingerprints(tokens: TokenArray, min_tokens: int) -> tuple[SlotArray, list[i
     hashes = np.where(periodic, _NEVER, hashes)
     choice = min(min_tokens - window_for(min_tokens) + 1, _WIDEST_CHOICE, len(hashes))
     rows = np.lib.stride_tricks.sliding_window_view(hashes, choice)
-    chosen = np.unique(rows.argmin(axis=1) + np.arange(len(rows)))
+    chosen = rows.argmin(axis=1) + np.arange(len(rows))  # never falls: the leftmost of equals
+    chosen = chosen[np.flatnonzero(np.diff(chosen, prepend=-1))]
     chosen = chosen[hashes[chosen] != _NEVER]
-    return chosen, hashes[chosen].tolist()
+    return chosen.tolist(), hashes[chosen].tolist()
 
 
 class RecentPrompts:
-    """Bounded memory of documents: at most `max_tokens` tokens, least recently useful first out."""
+    """Bounded memory of documents: at most ``max_tokens`` tokens, least recently useful first out."""
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self.min_tokens = min_tokens
@@ -78,7 +82,11 @@ class RecentPrompts:
     def __len__(self) -> int:
         return len(self._documents)
 
-    def runs(self, namespace: str, request: str | None, tokens: TokenArray) -> list[Run]:
+    def marks(self, tokens: TokenArray) -> Marks:
+        """What ``runs`` and ``add`` look at."""
+        return fingerprints(tokens, self.min_tokens)
+
+    def runs(self, namespace: str, request: str | None, tokens: TokenArray, marks: Marks) -> list[Run]:
         """Maximal common runs with earlier documents of other requests. A bounded number of comparisons,
         whatever the text: a fingerprint inside a run already found against the same document is not followed
         again."""
@@ -88,7 +96,7 @@ class RecentPrompts:
         found: list[Run] = []
         done: dict[Document, int] = {}
         tries = 32 + len(tokens) // 64
-        for at, key in zip(*self._chosen(tokens), strict=True):
+        for at, key in zip(*marks, strict=True):
             document, there = space.latest.get(key, (None, 0))
             if document is None or at < done.get(document, 0):
                 continue
@@ -104,10 +112,14 @@ class RecentPrompts:
                 break
         return found
 
-    def add(self, namespace: str, request: str | None, tokens: TokenArray, seen: npt.NDArray[np.int32]) -> None:
+    def add(
+        self, namespace: str, request: str | None, tokens: TokenArray, seen: npt.NDArray[np.int32], marks: Marks
+    ) -> None:
         """Remember a document; only its head if it alone would take more than half of the memory."""
-        tokens, seen = tokens[: self.max_tokens // 2], seen[: self.max_tokens // 2]
-        positions, keys = self._chosen(tokens)
+        if len(tokens) > self.max_tokens // 2:
+            tokens, seen = tokens[: self.max_tokens // 2], seen[: self.max_tokens // 2]
+            marks = self.marks(tokens)
+        positions, keys = marks
         if not keys:
             return
         document = Document(namespace, request, tokens.copy(), seen.copy(), keys)
@@ -123,10 +135,6 @@ class RecentPrompts:
             if namespace is None or document.namespace == namespace:
                 self._drop(document)
 
-    def _chosen(self, tokens: TokenArray) -> tuple[list[int], list[int]]:
-        positions, keys = fingerprints(tokens, self.min_tokens)
-        return positions.tolist(), keys
-
     def _drop(self, document: Document) -> None:
         del self._documents[document]
         self.tokens_held -= len(document.tokens)
@@ -139,8 +147,8 @@ class RecentPrompts:
 
 
 def _extend(tokens: TokenArray, at: int, other: TokenArray, there: int) -> tuple[int, int, int]:
-    """The maximal common run around tokens[at] and other[there]: start and stop in `tokens`, start in
-    `other`."""
+    """The maximal common run around tokens[at] and other[there]: start and stop in ``tokens``, start in
+    ``other``."""
     right = common_prefix(tokens[at:], other[there:])
     left = common_prefix(tokens[:at][::-1], other[:there][::-1])
     return at - left, at + right, there - left

@@ -33,7 +33,7 @@ class Shape:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.undeclared = 0  # nodes with `end`
+        self.undeclared = 0  # nodes with ``end``
 
     def declare(self, space: Space, tokens: TokenArray, name: str, pinned: bool) -> Node:
         known = space.names.get(name)
@@ -91,7 +91,7 @@ class Shape:
         return node
 
     def grow(self, tokens: TokenArray, layer: Layer, start: Node) -> Node:
-        """The node that ends `tokens` below `start`, made by cutting an edge and adding a leaf as needed."""
+        """The node that ends ``tokens`` below ``start``, made by cutting an edge and adding a leaf as needed."""
         node, done = start, 0
         while done < len(tokens):
             child = node.children.get((layer, int(tokens[done])))
@@ -130,7 +130,7 @@ class Shape:
                     self._delete(space, child)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge after `at` tokens. `node` becomes the lower half; returns the upper one.
+        """Cut an edge after ``at`` tokens. ``node`` becomes the lower half; returns the upper one.
 
         The K/V below was made by attending the uncut edge, so the placements of the whole subtree are
         retired.

@@ -18,6 +18,7 @@ from sglang_acache.core.spans.pool import SlotPool
 from sglang_acache.core.spans.shape import Shape, Space
 from sglang_acache.core.spans.types import (
     Segment,
+    Source,
     SpanInfo,
     SpanMatch,
     TokenArray,
@@ -64,7 +65,7 @@ class SpanTree:
     def declare(self, namespace: str, tokens: Tokens, name: str | None = None, pinned: bool = False) -> str:
         """Make a span known under a name (by default made of its tokens) and return the name.
 
-        Declaring it again with the same tokens sets `pinned`. Nothing is encoded before it is acquired.
+        Declaring it again with the same tokens sets ``pinned``. Nothing is encoded before it is acquired.
         Pinned means that the home of every node on the path, once encoded, is not evicted (copies at other
         offsets are). Raises SpanNameTaken for other tokens, ValueError without tokens.
         """
@@ -98,10 +99,12 @@ class SpanTree:
                 self.shape.clear_undeclared(space)
                 self._drop_if_empty(space)
 
-    def spans(self, namespace: str | None = None) -> list[SpanInfo]:
-        """All known spans: one entry per declared name, one per undeclared end."""
+    def spans(
+        self, namespace: str | None = None, *, source: Source | None = None, limit: int | None = None
+    ) -> list[SpanInfo]:
+        """Known spans: one entry per declared name, one per undeclared end; with ``limit`` those most in use."""
         spaces = [s for s in self.spaces.values() if namespace is None or s.name == namespace]
-        return [info for space in spaces for info in listing.spans(space)]
+        return listing.spans(spaces, source, limit)
 
     # ---- what a prompt contains ----------------------------------------------------------------------------
 
@@ -113,10 +116,10 @@ class SpanTree:
         min_tokens: int | None = None,
         declared_only: bool = False,
     ) -> list[SpanMatch]:
-        """Non-overlapping known spans of at least `min_tokens` in each segment, in order; see
-        `matching.find`.
+        """Non-overlapping known spans of at least ``min_tokens`` in each segment, in order; see
+        ``matching.find``.
 
-        Changes nothing and locks nothing. ValueError if `min_tokens` is below the tree's.
+        Changes nothing and locks nothing. ValueError if ``min_tokens`` is below the tree's.
         """
         least = self.min_tokens if min_tokens is None else min_tokens
         if least < self.min_tokens:
@@ -145,7 +148,7 @@ class SpanTree:
         return matching.describe(space, ids, start, exact=node)
 
     def locate(self, namespace: str, tokens: Tokens, start: int = 0) -> SpanMatch | None:
-        """The whole of `tokens` as one match at `start` (e.g. to encode a promoted span ahead of its next
+        """The whole of ``tokens`` as one match at ``start`` (e.g. to encode a promoted span ahead of its next
         reader); None if the tree does not know all of it."""
         ids = self._non_empty(tokens)
         space = self.spaces.get(namespace)
@@ -180,9 +183,9 @@ class SpanTree:
         return handle
 
     def begin_work(self, handle: SpanHandle) -> list[WorkOrder]:
-        """Take over the work that the handle still needs and that can be done now; see `WorkBook.begin`.
+        """Take over the work that the handle still needs and that can be done now; see ``WorkBook.begin``.
 
-        Every order must be settled with `mark_ready` or `mark_failed`. An empty list while `handle.ready` is
+        Every order must be settled with ``mark_ready`` or ``mark_failed``. An empty list while ``handle.ready`` is
         False means: another handle's orders come first, ask again after they are settled.
         """
         return self.work.begin(handle)
@@ -216,7 +219,7 @@ class SpanTree:
             self.ledger.unlock(placement)
 
     def overrides(self, namespace: str, tokens: Tokens) -> list[dict[int, AnchorOverride]]:
-        """Anchor overrides of present readers by handle id, one dict per node on the path of `tokens`."""
+        """Anchor overrides of present readers by handle id, one dict per node on the path of ``tokens``."""
         space = self.spaces.get(namespace)
         nodes = matching.reach(space, self._non_empty(tokens), 1).nodes if space else ()
         return [node.overrides() for node in nodes]
@@ -228,7 +231,7 @@ class SpanTree:
         return self.ledger.evict(n_tokens)
 
     def usage(self) -> Usage:
-        return listing.usage(self.ledger, self.spaces.values())
+        return listing.usage(self.ledger, self.shape, list(self.spaces.values()))
 
     @property
     def evictable(self) -> int:
@@ -291,7 +294,7 @@ class SpanTree:
         return node.path()
 
     def _lock_path(self, path: list[Node], start: int) -> list[Placement] | None:
-        """Placements of the path at `start`, locked. None, with nothing locked, when slots run out."""
+        """Placements of the path at ``start``, locked. None, with nothing locked, when slots run out."""
         placements = [node.placements[start] for node in path if start in node.placements]
         for placement in placements:
             self.ledger.lock(placement)
@@ -309,7 +312,7 @@ class SpanTree:
         return None
 
     def _forget_oldest(self, keep: Node | None = None) -> None:
-        """Hold `max_spans`: forget the least recently used undeclared leaves without readers, a tenth at a
+        """Hold ``max_spans``: forget the least recently used undeclared leaves without readers, a tenth at a
         time."""
         excess = self.shape.undeclared - self.max_spans
         if excess <= 0:

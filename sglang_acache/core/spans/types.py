@@ -29,7 +29,7 @@ class SpanNameTaken(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of prompt tokens without masks: `tokens[i]` stands at canvas position `start + i`.
+    """A run of prompt tokens without masks: ``tokens[i]`` stands at canvas position ``start + i``.
 
     The left and the right context of a canvas are two segments; no span crosses from one into the other.
     """
@@ -70,9 +70,9 @@ class SpanMatch:
 
 @dataclass(frozen=True, eq=False)
 class Encode:
-    """Forward `tokens` (int32[n]) at positions `start ..`, store K/V in `slots` (int64[n]).
+    """Forward ``tokens`` (int32[n]) at positions ``start ..``, store K/V in ``slots`` (int64[n]).
 
-    Queries see `ancestor_slots` (int64[m], positions `start - m ..`) and `slots`, nothing else. The ancestors
+    Queries see ``ancestor_slots`` (int64[m], positions ``start - m ..``) and ``slots``, nothing else. The ancestors
     are READY or are written by an earlier order of the same list: orders of one list may share one ragged
     forward, because attention stores a layer's K/V before it reads them.
     """
@@ -86,7 +86,7 @@ class Encode:
 
 @dataclass(frozen=True, eq=False)
 class Rebase:
-    """Copy K/V of every layer from `src_slots` to `dst_slots` (int64[n]), keys rotated by `delta`
+    """Copy K/V of every layer from ``src_slots`` to ``dst_slots`` (int64[n]), keys rotated by ``delta``
     positions."""
 
     ticket: int
@@ -100,7 +100,7 @@ WorkOrder = Encode | Rebase
 
 @dataclass(frozen=True)
 class SpanInfo:
-    """One known span, for listings. `length` counts the whole path; `slots` what its last node holds."""
+    """One known span, for listings. ``length`` counts the whole path; ``slots`` what its last node holds."""
 
     name: str
     namespace: str
@@ -116,15 +116,18 @@ class SpanInfo:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens (= slots) by owner: `used == evictable + protected + detached`."""
+    """Tokens (= slots) by owner: ``used == evictable + protected + detached``."""
 
     used: int
     evictable: int
     protected: int
     detached: int
+    pinned: int  # of the protected ones: homes of pinned nodes
     spans: int
     nodes: int
-    evicted: int  # since the start
+    placements: int  # attached ones that can be read
+    evicted: int  # tokens, since the start
+    evictions: int  # placements, since the start
 
 
 def as_tokens(tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArray:

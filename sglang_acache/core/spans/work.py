@@ -40,7 +40,7 @@ class WorkBook:
         """All orders that can be carried out now, root first. Left out: what another handle's order is
         already writing, what waits for a home that is being written, and encodings below either."""
         orders: list[WorkOrder] = []
-        below_ready = True  # all ancestors are READY or earlier in `orders`
+        below_ready = True  # all ancestors are READY or earlier in ``orders``
         for placement in handle.placements:
             if placement.state is State.READY:
                 continue

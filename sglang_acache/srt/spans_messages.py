@@ -1,0 +1,44 @@
+"""What travels between the HTTP server and the schedulers for ``/acache/spans``."""
+
+# This module must not postpone its annotations: msgspec reads them.
+from typing import Optional
+
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+
+# ruff: noqa: UP045
+
+
+class SpanDeclareReq(BaseReq, kw_only=True):
+    """Declare a span whose text has already become ``ids``; ``from_text`` picks the field that errors name."""
+
+    ids: list[int]
+    name: Optional[str] = None
+    pinned: bool = False
+    cache_salt: Optional[str] = None
+    extra_key: Optional[str] = None
+    from_text: bool = False
+
+
+class SpanListReq(BaseReq, kw_only=True):
+    """List at most ``limit`` spans, those with the most hits; only those of ``source`` where it is given."""
+
+    limit: int
+    source: Optional[str] = None
+
+
+class SpanDeleteReq(BaseReq, kw_only=True):
+    """Forget a declared span."""
+
+    name: str
+    cache_salt: Optional[str] = None
+    extra_key: Optional[str] = None
+
+
+class SpanReply(BaseReq, kw_only=True):
+    """The answer to each of them: an HTTP status and a JSON object."""
+
+    status: int
+    body: str
+
+
+hook_custom_types(SpanDeclareReq, SpanListReq, SpanDeleteReq, SpanReply)
