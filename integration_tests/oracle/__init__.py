@@ -1,4 +1,4 @@
-"""Independent answers to compare the server with: random checkpoints, `transformers`, plain reference loops.
+"""Independent answers to compare the server with: `transformers` and plain reference loops.
 
-Nothing here imports ``sglang_acache``.
+Of ``sglang_acache`` they use the writer of random checkpoints, nothing else; ``sglang_runner`` runs the models.
 """

@@ -34,7 +34,7 @@ class Affix:
 
 @dataclass
 class Selection:
-    """What the probe found: importance by affix (float32 ``[L]``) and the anchors, as canvas positions."""
+    """What the probe found: importance by affix (float32 ``[L]``), and the anchors as canvas positions."""
 
     scores: list[torch.Tensor] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Selection:
 class ACacheForward:
     """A predictor: at a block's start it forwards the recompute set, inside the block the block only.
 
-    ``region`` is the generation region [start, stop). Under the shift the position before it is always
-    recomputed, anchor or not: its hidden state is needed, and a shared slot is never written.
+    ``region`` is the generation region [start, stop). Under the shift the position before it is the request's own
+    even inside an affix: its hidden state is needed at every block start, and a shared slot is never written.
     """
 
     def __init__(
@@ -76,28 +76,29 @@ class ACacheForward:
         self.cache = self.model.empty_cache(len(tokens))
         for affix in self.affixes:
             encode(self.model, tokens, affix, self.cache)
-        shared = {p for affix in self.affixes for p in range(affix.start, affix.stop)}
+        own = self.region[0] - 1 if self.shift else None
+        self.readable = [[p for p in range(a.start, a.stop) if p != own] for a in self.affixes]
+        shared = {p for positions in self.readable for p in positions}
         outside = [p for p in range(len(tokens)) if p not in shared]
         self.selection = self._probe(tokens, torch.tensor(outside))
-        shifted = [self.region[0] - 1] if self.shift else []
-        self.recompute = torch.tensor(sorted({*outside, *self.selection.anchors, *shifted}))
+        self.recompute = torch.tensor(sorted({*outside, *self.selection.anchors}))
 
     def _probe(self, tokens: torch.Tensor, outside: torch.Tensor) -> Selection:
         masks = (outside >= self.region[0]) & (outside < self.region[1])
-        scores = [torch.zeros(len(affix)) for affix in self.affixes]
+        scores = [torch.zeros(len(positions)) for positions in self.readable]
 
         def observe(layer: int, q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> None:
-            for affix, score in zip(self.affixes, scores, strict=True):
-                share = weights[:, masks, affix.start : affix.stop]  # [Hq, masks, L]
+            for positions, score in zip(self.readable, scores, strict=True):
+                share = weights[:, masks][..., positions]  # [Hq, masks, L]
                 if self.importance == "attention_affix":
                     share = share / share.sum(dim=-1, keepdim=True)
                 score += share.float().sum(dim=(0, 1))
 
         self.model.forward(tokens, outside, self.cache.clone(), observe=observe)
         selection = Selection(scores)
-        for affix, score in zip(self.affixes, scores, strict=True):
-            best = sorted(range(len(affix)), key=lambda j: (-float(score[j]), j))
-            selection.anchors += sorted(affix.start + j for j in best[: budget(self.ratio, len(affix))])
+        for positions, score in zip(self.readable, scores, strict=True):
+            best = sorted(range(len(positions)), key=lambda j: (-float(score[j]), j))
+            selection.anchors += sorted(positions[j] for j in best[: budget(self.ratio, len(positions))])
         return selection
 
 

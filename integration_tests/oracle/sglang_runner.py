@@ -102,11 +102,12 @@ class SGLangRunner:
             destroy_distributed_environment()
 
 
-def whole_canvas_logits(rank: int, folder: Path, tokens: list[int], tp_size: int, port: int) -> None:
-    """One rank of a tensor-parallel group: saves its logits of all of ``tokens`` as ``rank<i>.pt`` in ``folder``."""
-    runner = SGLangRunner(folder, rank=rank, tp_size=tp_size, port=port)
-    torch.save(runner.forward([whole_canvas(tokens, 1)]), folder / f"rank{rank}.pt")
-    runner.close()
+def save_logits(rank: int, folders: Sequence[Path], tokens: list[int], tp_size: int, port: int) -> None:
+    """One rank of a tensor-parallel group: saves each checkpoint's logits of ``tokens`` there, as ``rank<i>.pt``."""
+    for offset, folder in enumerate(folders):
+        runner = SGLangRunner(folder, rank=rank, tp_size=tp_size, port=port + offset)
+        torch.save(runner.forward([whole_canvas(tokens, 1)]), folder / f"rank{rank}.pt")
+        runner.close()
 
 
 def whole_canvas(tokens: Sequence[int], first_slot: int, rows: Sequence[int] | None = None) -> Query:

@@ -1,7 +1,8 @@
 """Times the torch implementations on this machine's CPU: `python -m acache_kernels.bench_cpu`.
 
 Every attention figure is a ratio to dense scaled-dot-product attention over the same queries and keys that were
-gathered beforehand, contiguous, outside the clock. Both sides run alternately in this process; medians.
+gathered beforehand, contiguous, outside the clock. Both sides run alternately in this process; medians. With one
+thread the clock is the thread's processor time, so that other programs on the machine disturb it less.
 """
 
 import argparse
@@ -10,11 +11,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from acache_kernels import RaggedLayout, get_attention_kernel
+from acache_kernels import (
+    ImportanceTargets,
+    RaggedLayout,
+    accumulate_importance,
+    choose_tokens,
+    get_attention_kernel,
+    rebase_kv,
+)
 
 POOL_SLOTS = 24_000
 
@@ -61,15 +70,16 @@ def read_maps(load: Load, kind: str) -> torch.Tensor:
 
 def medians(sides: list[Callable[[], object]], seconds: float) -> list[float]:
     """Median seconds of each side, run in turn for about `seconds` in all (at least 5 rounds)."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     samples: list[list[float]] = [[] for _ in sides]
     for side in sides:
         side()
     began = time.perf_counter()
     while len(samples[0]) < 5 or time.perf_counter() - began < seconds:
         for side, sample in zip(sides, samples, strict=True):
-            start = time.perf_counter()
+            start = clock()
             side()
-            sample.append(time.perf_counter() - start)
+            sample.append(clock() - start)
     return [statistics.median(sample) for sample in samples]
 
 
@@ -116,6 +126,71 @@ def attention_row(load: Load, kind: str, heads: int, dim: int, dtype: torch.dtyp
     return "| " + " | ".join([*cells, f"{ours / dense:.2f}", f"{planning * 1e3:.2f}"]) + " |"
 
 
+def choose_row(rows: int, vocab: int, kind: str, seconds: float) -> str:
+    """Against softmax and argmax of the same logits, which is what greedy decoding with a confidence needs."""
+    logits = torch.randn(rows, vocab) * 3
+    sampled = kind != "greedy"
+    arguments: dict[str, Any] = {
+        "temperature": torch.full((rows,), float(sampled)),
+        "top_k": torch.zeros(rows, dtype=torch.int32),
+        "top_p": torch.full((rows,), 0.9 if kind == "top-p 0.9" else 1.0),
+        "seed": torch.arange(rows),
+        "forbidden": torch.tensor([vocab - 1]),
+        "vocab_limit": vocab,
+    }
+    ours, plain = medians(
+        [
+            lambda: choose_tokens(logits, rule="low_confidence", impl="torch", **arguments),
+            lambda: torch.softmax(logits, dim=-1).max(dim=-1),
+        ],
+        seconds,
+    )
+    cells = [f"{rows} x {vocab}", kind, f"{ours * 1e3:.2f}", f"{plain * 1e3:.2f}", f"{ours / plain:.2f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def rebase_row(dtype: torch.dtype, seconds: float) -> str:
+    """Against an indexed copy of the same keys and values."""
+    layers, heads, dim, count = 8, 12, 64, 512
+    pools = [[torch.randn(4096, heads, dim).to(dtype) for _ in range(layers)] for _ in range(2)]
+    src, dst = torch.arange(count), torch.arange(count) + 2048
+    inv_freq = 1.0 / 1e4 ** (torch.arange(0, dim, 2).float() / dim)
+
+    def copy() -> None:
+        for pool in (*pools[0], *pools[1]):
+            pool.index_copy_(0, dst, pool.index_select(0, src))
+
+    ours, plain = medians(
+        [lambda: rebase_kv(*pools, src, dst, 100, inv_freq=inv_freq, impl="torch"), copy], seconds
+    )
+    name = str(dtype).removeprefix("torch.")
+    return f"| {name} | {ours * 1e3:.2f} | {plain * 1e3:.2f} | {ours / plain:.2f} |"
+
+
+def importance_row(heads: int, dim: int, seconds: float) -> str:
+    """Against the attention of the same probe, whose log-sum-exp it uses."""
+    queries, keys = 64, 512
+    layout = RaggedLayout.build([queries], [2 * keys], torch.arange(2 * keys))
+    q = torch.randn(queries, heads, dim)
+    k, v = (torch.randn(4096, heads, dim) for _ in range(2))
+    kernel = get_attention_kernel("torch")
+    plan = kernel.plan(
+        layout, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=q.dtype, device="cpu"
+    )
+    scale = dim**-0.5
+    _, lse = kernel.run(plan, q, k, v, scale=scale, return_lse=True)
+    targets = ImportanceTargets.build(torch.arange(queries), [queries], torch.arange(keys), [keys])
+    scores = torch.zeros(keys)
+    ours, attention = medians(
+        [
+            lambda: accumulate_importance(scores, q, k, lse, targets, scale=scale, impl="torch"),
+            lambda: kernel.run(plan, q, k, v, scale=scale, return_lse=True),
+        ],
+        seconds,
+    )
+    return f"| {heads} x {dim} | {ours * 1e3:.2f} | {attention * 1e3:.2f} | {ours / attention:.2f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="measuring time per row")
@@ -131,6 +206,16 @@ def main() -> None:
             for load in loads():
                 for kind in ("run", "affix", "random"):
                     print(attention_row(load, kind, heads, dim, dtype, args.seconds), flush=True)
+    print("\n| choose: rows x vocabulary | kind | ms | softmax + max ms | ratio |\n|---|---|---|---|---|")
+    for rows, vocab in ((512, 600), (64, 126_464)):
+        for kind in ("greedy", "sampled", "top-p 0.9"):
+            print(choose_row(rows, vocab, kind, args.seconds), flush=True)
+    print("\n| re-base 512 slots, 8 layers, 12 x 64 | ms | indexed copy ms | ratio |\n|---|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16):
+        print(rebase_row(dtype, args.seconds), flush=True)
+    print("\n| importance, 64 rows, 512 of 1024 keys | ms | attention ms | ratio |\n|---|---|---|---|")
+    for heads, dim in ((4, 32), (12, 64)):
+        print(importance_row(heads, dim, args.seconds), flush=True)
 
 
 if __name__ == "__main__":

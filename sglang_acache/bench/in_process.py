@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_acache.bench.workloads import Prompt, reuse_fields
 
-MODEL_FLAGS = ("--skip-server-warmup", "--log-level", "error", "--disable-radix-cache")
+MODEL_FLAGS = ("--skip-server-warmup", "--log-level", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class InProcessScheduler:
 
     def flush(self) -> None:
         """Forget every shared span; nothing may be running."""
-        if not self.scheduler.flush_cache():
+        if not self.scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("the scheduler still has requests")
 
 

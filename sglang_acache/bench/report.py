@@ -61,10 +61,10 @@ class Plot:
 class Report:
     """Collects tables, plots and raw data of one subcommand and writes them into ``folder``."""
 
-    def __init__(self, name: str, folder: Path, parameters: Mapping[str, Any], seconds_per_figure: str = "") -> None:
+    def __init__(self, name: str, folder: Path, parameters: Mapping[str, Any]) -> None:
         self.name = name
         self.folder = folder
-        self.conditions = {**conditions(), "parameters": dict(parameters)}
+        self.conditions = {**conditions(), "parameters": {k: v for k, v in parameters.items() if k not in ("out", "command")}}
         self.tables: list[Table] = []
         self.plots: list[Plot] = []
         self.data: dict[str, Any] = {}

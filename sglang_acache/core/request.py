@@ -11,6 +11,7 @@ from sglang_acache.core.canvas import Canvas
 from sglang_acache.core.commit import CommitRule, block_steps, step_count
 from sglang_acache.core.params import DiffusionParams
 from sglang_acache.core.policy import CACHE_POLICIES
+from sglang_acache.core.shift import first_query_position
 
 SHARED = -1
 """In a write-slot map: the position reads a shared slot, so nothing may be stored for it."""
@@ -43,6 +44,7 @@ class DiffusionRequest:
         "forwarded_tokens",
         "params",
         "policy",
+        "prepared_positions",
         "read_slot_map",
         "recompute_positions",
         "sampling",
@@ -63,6 +65,7 @@ class DiffusionRequest:
         self.read_slot_map, self.write_slot_map = empty, empty
         self.recompute_positions, self.attended_slots = empty, empty
         self.stored = False  # whether the slots hold K/V of this canvas, so that a step may forward less than all
+        self.prepared_positions: np.ndarray | None = None  # what a block start must forward after a fused probe
         self.forward_passes = 0
         self.forwarded_tokens = 0
 
@@ -72,6 +75,7 @@ class DiffusionRequest:
         self.write_slot_map = slots
         self.recompute_positions = np.arange(len(self.canvas))
         self.stored = False
+        self.prepared_positions = None
 
     def use_shared_slots(self, spans: Sequence[tuple[np.ndarray, np.ndarray]], slots: np.ndarray) -> None:
         """Read spans from shared slots and everything else from ``slots`` (int64, one for each other position).
@@ -90,6 +94,7 @@ class DiffusionRequest:
         self.read_slot_map = self.attended_slots = read
         self.write_slot_map = write
         self.stored = False
+        self.prepared_positions = None
 
     def override_anchors(self, positions: np.ndarray, slots: np.ndarray, *, drop_others: bool = False) -> None:
         """Give ``positions`` (int64 ``[K]``, so far shared) private ``slots``: they join the recompute set.
@@ -104,6 +109,12 @@ class DiffusionRequest:
         self.attended_slots = own if drop_others else self.read_slot_map
         self.stored = False
 
+    def reuse_probe(self, anchors: np.ndarray) -> None:
+        """Let the next block start forward only ``anchors`` and its block: a probe has just stored all the rest."""
+        canvas = self.canvas
+        block = np.arange(first_query_position(canvas, self.shift_logits), canvas.block_stop)
+        self.prepared_positions = np.union1d(anchors, block)
+
     @property
     def at_block_start(self) -> bool:
         """Whether the next forward must cover the whole recompute set."""
@@ -111,6 +122,8 @@ class DiffusionRequest:
 
     def query_positions(self) -> np.ndarray:
         """Positions the next forward covers, ascending int64; always includes those whose logits are needed."""
+        if self.prepared_positions is not None:
+            return self.prepared_positions
         if self.at_block_start:
             return self.recompute_positions
         span = self.policy.step_range(self.canvas, self.shift_logits)
@@ -132,5 +145,6 @@ class DiffusionRequest:
     def note_forward(self, num_positions: int) -> None:
         """Account for a denoising forward of this request that has been done."""
         self.stored = True
+        self.prepared_positions = None
         self.forward_passes += 1
         self.forwarded_tokens += num_positions

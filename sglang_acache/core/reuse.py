@@ -62,9 +62,12 @@ class ReuseStats:
 class Reuse:
     """The spans of one request and its anchors. Slots: ``private_needed`` are the request's own, no more."""
 
-    def __init__(self, reads: Sequence[AffixRead], policy: AnchorPolicy, canvas_tokens: int) -> None:
+    def __init__(
+        self, reads: Sequence[AffixRead], policy: AnchorPolicy, canvas_tokens: int, *, fused: bool = False
+    ) -> None:
         self.reads = list(reads)
         self.policy = policy
+        self.fused = fused
         self.canvas_tokens = canvas_tokens
         self.stage = Stage.ENCODING
         self.closed = False  # the spans were given back; what remains is for reporting
@@ -113,6 +116,8 @@ class Reuse:
             used += len(anchors)
         positions = np.concatenate([a + r.handle.start for r, a in zip(self.reads, chosen, strict=True)])
         request.override_anchors(positions, self.spare_slots[:used], drop_others=self.policy.drop_non_anchors)
+        if self.fused and self.stage is Stage.PROBING and self.policy.needs != "kv_deviation":
+            request.reuse_probe(positions)
         self.stage = Stage.DENOISING
         self._note_selection(used)
         return released

@@ -11,6 +11,11 @@ from sglang_acache.core.params import ParamError, check_choice, check_fraction, 
 SELECTORS = ("attention", "attention_affix", "random", "bottom", "first", "kv_deviation", "drop_non_anchors")
 """Names a client may give; ``drop_non_anchors`` is ``attention`` with the other affix entries left out."""
 
+PROBES = ("request", "fused", "remembered")
+"""``request``: a forward of the request's own positions, then block starts as ever. ``fused``: the first block start
+forwards only the anchors and its block, since the probe has stored the rest. ``remembered``: importance that another
+request's probe found for the same span is used where there is one; answers then depend on who came before."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReuseParams:
@@ -24,11 +29,12 @@ class ReuseParams:
     anchor_ratio: float = 0.2
     selector: str = "attention"
     coverage: float | None = None
+    probe: str = "request"
     spans: tuple[tuple[int, int], ...] = ()
     seed: int = 0
 
 
-FIELDS = ("enabled", "anchor_ratio", "selector", "coverage", "spans", "seed")
+FIELDS = ("enabled", "anchor_ratio", "selector", "coverage", "probe", "spans", "seed")
 _NAME = "acache"
 
 
@@ -64,6 +70,8 @@ def _check(key: str, value: Any, prompt_tokens: int) -> Any:
         return check_fraction(field, value)
     if key == "selector":
         return check_choice(field, value, SELECTORS)
+    if key == "probe":
+        return check_choice(field, value, PROBES)
     if key == "seed":
         return check_integer(field, value, minimum=0)
     return _check_spans(field, value, prompt_tokens)

@@ -24,7 +24,7 @@ def seed_from_text(text: str) -> int:
 
 
 def _splitmix(value: np.ndarray | np.uint64) -> np.ndarray:
-    value = np.asarray(value, dtype=np.uint64) + _GOLDEN
-    value = (value ^ (value >> np.uint64(30))) * _MIX1
-    value = (value ^ (value >> np.uint64(27))) * _MIX2
-    return value ^ (value >> np.uint64(31))
+    mixed = np.asarray(value, dtype=np.uint64) + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX2
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))

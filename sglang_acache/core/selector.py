@@ -26,9 +26,8 @@ Ratio = float | str | Decimal | Fraction
 class Selector:
     """A named way to choose K of L affix tokens.
 
-    needs: which scores the caller must supply ("none": no probe has to run). rank(scores, length, seed) gives
-    int64[L], all positions, most wanted first. falling: it prefers high scores, so that ``coverage`` has a
-    meaning.
+    needs: which scores the caller must supply ("none": no probe has to run). rank(scores, length, seed) gives int64[L],
+    all positions, most wanted first. falling: it prefers high scores, so that ``coverage`` has a meaning.
     """
 
     name: str

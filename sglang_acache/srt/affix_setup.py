@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+from sglang.srt.runtime_context import get_parallel
+
 from sglang_acache.core.spans import Discovery, PromotionRule, SpanTree
 from sglang_acache.srt.affix_file import SpanDeclaration, read_affix_file
 from sglang_acache.srt.affixes import Affixes
@@ -30,7 +33,7 @@ def build_affixes(
         rule = PromotionRule(ratio=str(flags.acache_anchor_ratio))
         discovery = Discovery(min_tokens=flags.acache_min_affix_tokens, rule=rule)
     device = KvDevice(model_runner.token_to_kv_pool, model_runner.model.get_inv_freq())
-    affixes = Affixes(tree, discovery, device, debug=flags.acache_debug)
+    affixes = Affixes(tree, discovery, device, reduce_scores=_sum_over_ranks, debug=flags.acache_debug)
     if flags.acache_affix_file:
         for declaration in read_affix_file(flags.acache_affix_file):
             declare(affixes, declaration, tokenizer, vocab_limit)
@@ -45,3 +48,9 @@ def declare(affixes: Affixes, declaration: SpanDeclaration, tokenizer: Any, voca
     if affixes.discovery is not None:
         affixes.discovery.seed(declaration.namespace, tokens)
     return name
+
+
+def _sum_over_ranks(scores: torch.Tensor) -> torch.Tensor:
+    """Every tensor-parallel rank then chooses the same anchors."""
+    group = get_parallel().tp_group
+    return scores if group.world_size == 1 else group.all_reduce(scores)

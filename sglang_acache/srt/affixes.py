@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglang_acache.core.plan import Entry, indptr, silent_entry
 from sglang_acache.core.reuse import AffixRead, Reuse, Stage
@@ -43,8 +44,10 @@ class AffixCounters:
 
     tokens_reused: int = 0
     tokens_recomputed: int = 0
+    tokens_saved: int = 0
     anchors: int = 0
     spans_encoded: int = 0
+    probe_tokens: int = 0
     probe_seconds: float = 0.0
 
 
@@ -57,6 +60,7 @@ class AffixWork:
     entries: list[Entry] = field(default_factory=list)
     scorers: list[Scorer] = field(default_factory=list)
     scored: list[tuple[Scorer, list[LiveRequest]]] = field(default_factory=list)
+    selected: list[LiveRequest] = field(default_factory=list)  # chose anchors without a probe, before this step
     started: float = 0.0
 
     @property
@@ -65,8 +69,19 @@ class AffixWork:
 
 
 class Affixes:
-    def __init__(self, tree: SpanTree, discovery: Discovery | None, device: KvDevice, *, debug: bool = False) -> None:
+    """``reduce_scores`` sums float32 scores over tensor-parallel ranks, each of which saw its own heads."""
+
+    def __init__(
+        self,
+        tree: SpanTree,
+        discovery: Discovery | None,
+        device: KvDevice,
+        *,
+        reduce_scores: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
+        debug: bool = False,
+    ) -> None:
         self.tree = tree
+        self.reduce_scores = reduce_scores
         self.discovery = discovery
         self.device = device
         self.debug = debug
@@ -90,7 +105,7 @@ class Affixes:
             handle = self.tree.acquire(match)
             if handle is not None:
                 reads.append(_read(handle, no_share))
-        return Reuse(reads, policy, canvas_tokens) if reads else None
+        return Reuse(reads, policy, canvas_tokens, fused=params.probe == "fused") if reads else None
 
     def close(self, reuse: Reuse) -> None:
         """Give the spans back; the request reads them no more."""
@@ -164,7 +179,8 @@ class Affixes:
                 self._begin(handle, work)
         self._background = [handle for handle in self._background if not self._settled(handle)]
         for request in reading:
-            self._advance(request)
+            if self._advance(request):
+                work.selected.append(request)
         self._add_probes([request for request in reading if _stage(request) is Stage.PROBING], work)
         return work
 
@@ -178,11 +194,14 @@ class Affixes:
         seconds = time.perf_counter() - work.started
         self.counters.probe_seconds += seconds if work.probes else 0.0
         for scorer, requests in work.scored:
-            for request, scores in zip(requests, _per_request(scorer, requests), strict=True):
+            summed = self.reduce_scores(scorer.scores).cpu().numpy()
+            for request, scores in zip(requests, _per_request(summed, scorer.lengths, requests), strict=True):
                 assert request.reuse is not None and request.state is not None
                 rows = _probe_rows(request)
                 request.reuse.note_probe(rows, seconds * 1000.0)
+                self.counters.probe_tokens += rows
                 request.state.forwarded_tokens += rows
+                self._memorise(request, scores)
                 released.append((request, self._select(request, scores)))
         return released
 
@@ -201,14 +220,30 @@ class Affixes:
             self.tree.release(handle)
         return handle.ready
 
-    def _advance(self, request: LiveRequest) -> None:
+    def _advance(self, request: LiveRequest) -> bool:
+        """Let a request whose spans are ready go on; True where its anchors needed no probe and are chosen."""
         reuse = request.reuse
         if reuse is None or reuse.stage is not Stage.ENCODING or not reuse.ready:
-            return
-        if reuse.policy.needs == "none":
-            self._select(request, [None] * len(reuse.reads))
-        else:
+            return False
+        scores = [None] * len(reuse.reads) if reuse.policy.needs == "none" else self._remembered(request)
+        if scores is None:
             reuse.stage = Stage.PROBING
+            return False
+        self._select(request, scores)
+        return True
+
+    def _remembered(self, request: LiveRequest) -> list[np.ndarray | None] | None:
+        """Importance that earlier probes found for every span of ``request``, if it wants such; else None."""
+        assert request.reuse is not None
+        if request.reuse_params.probe != "remembered":
+            return None
+        scores = [_memory(read).get(_memory_key(request, read)) for read in request.reuse.reads]
+        return None if any(score is None for score in scores) else scores
+
+    def _memorise(self, request: LiveRequest, scores: Sequence[np.ndarray]) -> None:
+        assert request.reuse is not None
+        for read, score in zip(request.reuse.reads, scores, strict=True):
+            _memory(read)[_memory_key(request, read)] = score
 
     def _select(self, request: LiveRequest, scores: Sequence[np.ndarray | None]) -> np.ndarray:
         assert request.reuse is not None and request.state is not None
@@ -269,6 +304,17 @@ def _policy(params: ReuseParams, request: LiveRequest) -> AnchorPolicy:
     )
 
 
+def _memory(read: AffixRead) -> dict[tuple[str, int], Any]:
+    """What the tree's node for this span remembers; lost with the node."""
+    return read.handle.placements[-1].node.memory
+
+
+def _memory_key(request: LiveRequest, read: AffixRead) -> tuple[str, int]:
+    """Under which a span's node remembers importance: what was measured, over how many of its tokens."""
+    assert request.reuse is not None
+    return request.reuse.policy.needs, len(read)
+
+
 def _read(handle: SpanHandle, no_share: int | None) -> AffixRead:
     local = np.arange(len(handle))
     if no_share is not None:
@@ -304,18 +350,8 @@ def _probe_rows(request: LiveRequest) -> int:
     return len(request.state.recompute_positions)
 
 
-def _per_request(scorer: Scorer, requests: Sequence[LiveRequest]) -> list[list[np.ndarray]]:
+def _per_request(scores: np.ndarray, lengths: Sequence[int], requests: Sequence[LiveRequest]) -> list[list[np.ndarray]]:
     """Scores float32 ``[L]`` of every span of every request, in the order of the scorer's probes."""
-    scores = all_reduce(scorer.scores).cpu().numpy()
-    bounds = indptr(scorer.lengths)
+    bounds = indptr(lengths)
     parts = iter([scores[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
     return [[next(parts) for _ in request.reuse.reads] for request in requests if request.reuse]
-
-
-def all_reduce(scores: Any) -> Any:
-    """Sum over tensor-parallel ranks, each of which saw its own heads; every rank then chooses the same anchors."""
-    from sglang.srt.distributed import get_tp_group
-
-    group = get_tp_group()
-    return scores if group.world_size == 1 else group.all_reduce(scores)
-

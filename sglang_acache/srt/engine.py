@@ -136,6 +136,8 @@ class DiffusionEngine:
     def next_step(self) -> DiffusionStep | None:
         """The next ragged forward: encodings and probes of shared spans, then denoising; None when idle."""
         self._work = AffixWork() if self.affixes is None else self.affixes.prepare(self.live)
+        for request in self._work.selected:
+            self._write_row(request)
         ready = [request for request in self.live if request.reuse is None or request.reuse.stage is Stage.DENOISING]
         ready.sort(key=lambda request: request.waiting_since)
         by_state = {id(request.state): request for request in ready}
@@ -192,9 +194,10 @@ class DiffusionEngine:
     def _note_forward(self, request: LiveRequest, rows: int) -> None:
         state, reuse = request.state, request.reuse
         assert state is not None
-        if reuse is not None and rows == len(state.recompute_positions) and state.at_block_start:
+        if reuse is not None and state.at_block_start:
             reuse.note_recompute(rows)
             if self.affixes is not None:
                 self.affixes.counters.tokens_recomputed += rows
+                self.affixes.counters.tokens_saved += reuse.canvas_tokens - rows
         state.note_forward(rows)
         request.waiting_since = self.steps

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_acache.core.reuse_params import SELECTORS
+from sglang_acache.core.reuse_params import PROBES, SELECTORS
 
 NAMESPACE = "acache"
 _NS = NS(NAMESPACE)
@@ -60,6 +60,9 @@ class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[cal
         Arg(help="ACache: recompute only until this share of the importance is covered, capped by the ratio."),
         _NS,
     ] = None
+    acache_probe: A[
+        str, Arg(help="ACache: how importance is found: request, fused (cheaper) or remembered.", choices=list(PROBES)), _NS
+    ] = "request"
     acache_min_affix_tokens: A[int, Arg(help="ACache: shortest span that is reused, in tokens."), _NS] = 32
     acache_max_shared_tokens: A[
         Optional[int], Arg(help="ACache: most K/V slots that shared spans may hold. Default: half the pool."), _NS

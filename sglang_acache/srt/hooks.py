@@ -67,12 +67,30 @@ PINS: tuple[Pin, ...] = (
         "after",
         "sglang_acache.srt.api_hooks:default_sampling_params",
     ),
+    Pin(
+        f"{_SRT}.entrypoints.http_server._setup_and_run_http_server",
+        (
+            "server_args",
+            "tokenizer_manager",
+            "template_manager",
+            "port_args",
+            "scheduler_infos",
+            "subprocess_watchdog",
+            "execute_warmup_func",
+            "launch_callback",
+        ),
+        "the route /acache/spans",
+        "before",
+        "sglang_acache.srt.spans_routes:install",
+    ),
     # registries
     Pin(f"{_SRT}.layers.attention.attention_registry.register_attention_backend", ("name",), "acache_* backends"),
     Pin(f"{_SRT}.server_args.add_attention_backend_choices", ("iterable",), "--attention-backend acache_*"),
     Pin(f"{_SRT}.mem_cache.registry.register_radix_cache_backend", ("name", "factory"), "owner of a request's slots"),
     Pin(f"{_SRT}.arg_groups.overrides.register_model_override", ("architecture",), "defaults of our architectures"),
     Pin(f"{_SRT}.arg_groups.resolution_hooks.register_resolution_hook", ("name",), "slots, graphs, chunking"),
+    Pin(f"{_SRT}.managers.io_struct.hook_custom_types", ("new_types",), "messages of /acache/spans"),
+    Pin("sglang.utils.TypeBasedDispatcher", ("mapping",), "messages of /acache/spans, on both sides"),
     # overridden
     Pin(f"{_SCHEDULER}.get_next_batch_to_run", ("self", "running_batch", "last_batch"), "overridden: one step"),
     Pin(f"{_SCHEDULER}.process_batch_result_dllm", ("self", "batch", "result"), "overridden: commit and stream"),
@@ -112,6 +130,11 @@ PINS: tuple[Pin, ...] = (
     Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.write", ("self", "indices", "values"), "the read-slot map"),
     Pin(f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc", ("self", "need_size"), "slots"),
     Pin(f"{_SRT}.model_executor.model_runner.ModelRunner.forward", None, "the forward of a step"),
+    Pin(f"{_SRT}.managers.communicator.FanOutCommunicator", ("send", "fan_out", "mode"), "asks the schedulers"),
+    Pin(f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", ("self", "obj"), "asks the schedulers"),
+    Pin(f"{_TOKENIZER_MANAGER}.auto_create_handle_loop", ("self",), "receives their replies"),
+    Pin(f"{_SRT}.utils.auth.auth_level", ("level",), "/acache/spans needs the key that /flush_cache needs"),
+    Pin(f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector", None, "labels of our metrics"),
     Pin(f"{_SRT}.runtime_context.get_context", (), "our flags in the scheduler and the tokenizer manager"),
 )
 

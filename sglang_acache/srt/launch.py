@@ -88,7 +88,7 @@ def launch_params(source: Any, defaults: DiffusionParams) -> DiffusionParams:
 
 def launch_reuse(source: Any) -> ReuseParams:
     """Reuse defaults from the flags ``--acache-*``; ``source`` is a ServerArgs or its config bag."""
-    names = ("anchor_ratio", "selector", "coverage")
+    names = ("anchor_ratio", "selector", "coverage", "probe")
     values = {name: getattr(source, f"acache_{name}") for name in names}
     try:
         return override_reuse(ReuseParams(), values, prompt_tokens=0)

@@ -25,6 +25,9 @@ from sglang_acache.srt.launch import is_ours, launch_params, launch_reuse
 from sglang_acache.srt.limits import default_params, vocabulary_limit
 from sglang_acache.srt.live_request import LiveRequest
 from sglang_acache.srt.request_fields import RequestSpec
+from sglang_acache.srt.request_log import log_finished
+from sglang_acache.srt.reuse_metrics import ReuseMetrics, build_reuse_metrics
+from sglang_acache.srt.span_control import SpanControl
 from sglang_acache.srt.streamer import DiffusionOutputStreamer
 from sglang_acache.srt.worker import DiffusionBatch, DiffusionWorker
 
@@ -36,6 +39,7 @@ class DiffusionScheduler(Scheduler):
     """With any other model every override defers to SGLang's own method at once."""
 
     engine: DiffusionEngine | None = None
+    reuse_metrics: ReuseMetrics | None = None
     defaults: DiffusionParams
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,6 +71,10 @@ class DiffusionScheduler(Scheduler):
             mask_token_id=mask_token_id(config),
             vocab_limit=vocab_limit,
         )
+        self.reuse_metrics = build_reuse_metrics(self, affixes)
+        if affixes is not None:
+            control = SpanControl(affixes, vocab_limit=vocab_limit, context_tokens=self.model_config.context_len)
+            self._request_dispatcher += control.dispatcher
 
     def get_output_streamer_class(self) -> type:
         if not is_ours(self.model_config.hf_config.architectures):
@@ -111,6 +119,8 @@ class DiffusionScheduler(Scheduler):
         running_batch.reqs = [request.req for request in self.engine.live]
         running_batch.batch_is_full = bool(self.waiting_queue)
         step = self.engine.next_step()
+        if self.reuse_metrics is not None:
+            self.reuse_metrics.update(self.engine.live, len(self.waiting_queue), busy=step is not None)
         if step is None:
             return BatchPlan(batch_to_run=None, running_batch=running_batch)
         batch = DiffusionBatch.init_new(
@@ -205,6 +215,7 @@ class DiffusionScheduler(Scheduler):
         for request in finished:
             release_kv_cache(request.req, self.tree_cache, checkpoint=False)
             request.req.time_stats.set_completion_time()
+            log_finished(request)
         self.engine.retire(finished)
 
     def _stream(self, reqs: list[Req]) -> None:

@@ -45,8 +45,9 @@ class SpanControl:
             name = declare(self.affixes, declaration, None, self.vocab_limit)
         except ParamError as error:
             return error_reply(400, str(error), error.field)
-        except SpanNameTaken as error:
-            return error_reply(409, f"name: {error}; delete it first, or choose another name", "name")
+        except SpanNameTaken:
+            taken = f"name: {request.name!r} stands for other tokens in this name space; delete it, or choose another"
+            return error_reply(409, taken, "name")
         fields = ("pinned", "cache_salt", "extra_key")
         described = {field: getattr(request, field) for field in fields}
         return _reply(200, {"name": name, "length": len(request.ids), "source": "declared", **described})

@@ -1,14 +1,15 @@
 """What travels between the HTTP server and the schedulers for ``/acache/spans``."""
 
 # This module must not postpone its annotations: msgspec reads them.
+# ruff: noqa: UP045
 from typing import Optional
 
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
-# ruff: noqa: UP045
+from sglang_acache.core.spans.types import Source
 
 
-class SpanDeclareReq(BaseReq, kw_only=True):
+class SpanDeclareReq(BaseReq):
     """Declare a span whose text has already become ``ids``; ``from_text`` picks the field that errors name."""
 
     ids: list[int]
@@ -19,14 +20,14 @@ class SpanDeclareReq(BaseReq, kw_only=True):
     from_text: bool = False
 
 
-class SpanListReq(BaseReq, kw_only=True):
+class SpanListReq(BaseReq):
     """List at most ``limit`` spans, those with the most hits; only those of ``source`` where it is given."""
 
     limit: int
-    source: Optional[str] = None
+    source: Optional[Source] = None
 
 
-class SpanDeleteReq(BaseReq, kw_only=True):
+class SpanDeleteReq(BaseReq):
     """Forget a declared span."""
 
     name: str
@@ -34,7 +35,7 @@ class SpanDeleteReq(BaseReq, kw_only=True):
     extra_key: Optional[str] = None
 
 
-class SpanReply(BaseReq, kw_only=True):
+class SpanReply(BaseReq):
     """The answer to each of them: an HTTP status and a JSON object."""
 
     status: int

@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 from fastapi import Request, Response
 from sglang.srt.managers.communicator import FanOutCommunicator
@@ -15,6 +15,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_acache.core.params import ParamError
+from sglang_acache.core.spans.types import Source
 from sglang_acache.srt.affix_file import check_text, parse_declaration
 from sglang_acache.srt.launch import is_ours
 from sglang_acache.srt.limits import vocabulary_limit
@@ -23,8 +24,7 @@ from sglang_acache.srt.spans_messages import SpanDeclareReq, SpanDeleteReq, Span
 PATH = "/acache/spans"
 MAX_BODY_BYTES = 4 << 20
 MAX_LISTED = 10_000
-_LISTED = 1_000
-_SOURCES = ("declared", "discovered", "request")
+_LISTED = 100
 
 
 class HttpError(Exception):
@@ -132,11 +132,11 @@ def parse_json(body: bytes) -> Any:
 def parse_list(query: Mapping[str, str]) -> SpanListReq:
     """``?limit=N&source=declared``. Raises ParamError."""
     _only(query, ("limit", "source"))
-    limit, source = query.get("limit", str(_LISTED)), query.get("source")
+    limit, source = query.get("limit", str(_LISTED)), cast("Source | None", query.get("source"))
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
         raise ParamError("limit", f"must be an integer in [1, {MAX_LISTED}], got {limit[:40]!r}")
-    if source is not None and source not in _SOURCES:
-        raise ParamError("source", f"must be one of {', '.join(_SOURCES)}, got {source[:40]!r}")
+    if source is not None and source not in get_args(Source):
+        raise ParamError("source", f"must be one of {', '.join(get_args(Source))}, got {source[:40]!r}")
     return SpanListReq(limit=int(limit), source=source)
 
 

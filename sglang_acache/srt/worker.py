@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from acache_kernels.choose import choose_tokens, rule_codes
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_acache.core.plan import RowSampling, StepPlan
 from sglang_acache.srt.step import STATE_KEY, LayerObserver, StepTensors
@@ -122,7 +122,7 @@ class DiffusionWorker:
 
     def _agree(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         """Rows on the host; under tensor parallelism those of rank 0, so that every rank commits the same tokens."""
-        group = get_tp_group()
+        group = get_parallel().tp_group
         if group.world_size == 1:
             return [row.cpu() for row in rows]
         packed = torch.stack([row.double().cpu() for row in rows])

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from acache_kernels import ImportanceTargets, RaggedLayout, accumulate_importance, choose_tokens, get_attention_kernel
+from acache_kernels import (
+    AttentionKernel,
+    ImportanceTargets,
+    RaggedLayout,
+    accumulate_importance,
+    choose_tokens,
+    get_attention_kernel,
+)
 from acache_kernels.choose import RULES, Choice
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -32,8 +39,8 @@ class AttentionCase:
             "device": "cpu",
         }
 
-    def run(self, kernel: str, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
-        implementation = get_attention_kernel(kernel)
+    def run(self, kernel: str | AttentionKernel, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        implementation = get_attention_kernel(kernel) if isinstance(kernel, str) else kernel
         plan = implementation.plan(self.layout, **self.heads)
         return implementation.run(
             plan, self.q, self.k_pool, self.v_pool, scale=self.scale, return_lse=return_lse
@@ -87,7 +94,7 @@ def reference_attention(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor
     return out, lse
 
 
-def check_attention(case: AttentionCase, kernel: str) -> None:
+def check_attention(case: AttentionCase, kernel: str | AttentionKernel) -> None:
     out, lse = case.run(kernel)
     expected, expected_lse = reference_attention(case)
     tolerance = TOLERANCE[case.q.dtype]

@@ -2,18 +2,84 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from kernel_references import AttentionCase, attention_case, check_attention
+from hypothesis import HealthCheck, given, settings
+from kernel_references import AttentionCase, attention_case, check_attention, reference_attention
 from kernel_strategies import attention_cases
 
-from acache_kernels import RaggedLayout, attention_kernel_names, default_attention_kernel, get_attention_kernel
+from acache_kernels import (
+    AttentionKernel,
+    RaggedLayout,
+    attention_kernel_names,
+    default_attention_kernel,
+    get_attention_kernel,
+)
 from acache_kernels.torch_ops import attention as torch_attention
+from acache_kernels.torch_ops.native import HEAD_DIMS, load_native
 
 
-@settings(max_examples=60)
+@pytest.fixture(params=["native", "plain"])
+def kernel(request: pytest.FixtureRequest) -> AttentionKernel:
+    """The torch kernel with and without its C++ part."""
+    if request.param == "native" and load_native() is None:
+        pytest.skip("no C++ compiler")
+    return torch_attention.TorchAttention(native=request.param == "native")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(attention_cases(largest=150, dims=(32, 48, 80, 128)))
-def test_equals_the_float64_reference(case: AttentionCase) -> None:
-    check_attention(case, "torch")
+def test_equals_the_float64_reference(kernel: AttentionKernel, case: AttentionCase) -> None:
+    check_attention(case, kernel)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_head_size_of_the_native_kernel(head_dim: int, dtype: torch.dtype) -> None:
+    """1 to 8, 9 to 16 and 17 to 32 packed rows take different vectors; 48 keys are a block."""
+    shapes = [(1, 48), (3, 49), (4, 1), (8, 96), (9, 47), (33, 200), (16, 5)]
+    check_attention(attention_case(shapes, (4, 2, head_dim), dtype), "torch")
+
+
+def test_threads_do_not_change_the_bits(kernel: AttentionKernel) -> None:
+    case = attention_case([(5, 300), (40, 200), (140, 90)], (4, 2, 64))
+    out, _ = case.run(kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(case.run(kernel)[0], out)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scores_far_apart_and_rows_that_see_one_key(kernel: AttentionKernel) -> None:
+    case = attention_case([(6, 120), (2, 1)], (2, 2, 32))
+    case.q *= 100
+    out, lse = case.run(kernel)
+    expected, expected_lse = reference_attention(case)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    assert lse is not None
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
+
+
+def test_without_a_compiler_plain_torch_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    load_native.cache_clear()
+    try:
+        check_attention(attention_case([(3, 40)], (2, 1, 32)), "torch")
+        assert "no C++ compiler" in caplog.text
+    finally:
+        load_native.cache_clear()
+
+
+def test_the_native_kernel_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACACHE_KERNELS_NATIVE", "0")
+    load_native.cache_clear()
+    try:
+        assert load_native() is None
+    finally:
+        load_native.cache_clear()
 
 
 def test_the_literal_formula_of_other_devices_equals_the_cpu_path() -> None:
@@ -39,10 +105,10 @@ def test_lse_only_on_request() -> None:
 
 
 @pytest.mark.parametrize("slots", ["permuted", "run"])
-def test_a_request_gives_the_same_bits_alone_and_in_any_batch(slots: str) -> None:
-    shapes = [(5, 700), (3, 9), (5, 700), (40, 700), (5, 12), (3, 9)]
-    case = attention_case(shapes, (4, 4, 32), slots=slots)
-    out, lse = case.run("torch")
+def test_a_request_gives_the_same_bits_alone_and_in_any_batch(kernel: AttentionKernel, slots: str) -> None:
+    shapes = [(5, 700), (3, 9), (5, 700), (140, 700), (5, 12), (3, 9)]
+    case = attention_case(shapes, (4, 4, 64), slots=slots)
+    out, lse = case.run(kernel)
     assert lse is not None
     row = key = 0
     for n, m in shapes:
@@ -50,20 +116,21 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(slots: str) -> Non
         alone = AttentionCase(
             RaggedLayout.build([n], [m], maps), case.q[row : row + n], case.k_pool, case.v_pool, case.scale
         )
-        alone_out, alone_lse = alone.run("torch")
+        alone_out, alone_lse = alone.run(kernel)
         assert torch.equal(alone_out, out[row : row + n])
         assert torch.equal(alone_lse, lse[row : row + n])
         row, key = row + n, key + m
 
 
-def test_slot_numbers_do_not_change_the_bits() -> None:
-    scattered = attention_case([(5, 300), (9, 40)], (4, 2, 32), slots="permuted")
+def test_slot_numbers_do_not_change_the_bits(kernel: AttentionKernel) -> None:
+    shapes = [(5, 300), (150, 40), (9, 40)]
+    scattered = attention_case(shapes, (4, 2, 64), slots="permuted")
     slots = scattered.layout.kv_indices
     k_pool, v_pool = (torch.zeros_like(pool) for pool in (scattered.k_pool, scattered.v_pool))
     k_pool[: len(slots)], v_pool[: len(slots)] = scattered.k_pool[slots], scattered.v_pool[slots]
-    layout = RaggedLayout.build([5, 9], [300, 40], torch.arange(len(slots)))
+    layout = RaggedLayout.build([n for n, _ in shapes], [m for _, m in shapes], torch.arange(len(slots)))
     packed = AttentionCase(layout, scattered.q, k_pool, v_pool, scattered.scale)
-    assert torch.equal(scattered.run("torch")[0], packed.run("torch")[0])
+    assert torch.equal(scattered.run(kernel)[0], packed.run(kernel)[0])
 
 
 def test_one_plan_serves_every_layer() -> None:
@@ -76,11 +143,11 @@ def test_one_plan_serves_every_layer() -> None:
     torch.testing.assert_close(other, first[0])
 
 
-def test_strided_pools_and_queries_are_read_in_place() -> None:
+def test_strided_pools_are_read_in_place(kernel: AttentionKernel) -> None:
     case = attention_case([(6, 40), (2, 300)], (4, 4, 32))
     fused = torch.cat((case.k_pool, case.v_pool), dim=-1)
     views = AttentionCase(case.layout, case.q, fused[..., :32], fused[..., 32:], case.scale)
-    assert torch.equal(views.run("torch")[0], case.run("torch")[0])
+    torch.testing.assert_close(views.run(kernel)[0], case.run(kernel)[0])
 
 
 def test_queries_without_keys_are_refused_at_plan_time() -> None:

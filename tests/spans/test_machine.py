@@ -18,7 +18,7 @@ from sglang_acache.core.spans.node import Layer, Node
 CHUNKS = st.sampled_from([[1, 2], [1, 3], [2], [3, 3, 1], [1, 2, 2, 3]])
 TEXTS = st.lists(CHUNKS, min_size=1, max_size=3).map(lambda chunks: [token for chunk in chunks for token in chunk])
 SPACES = st.sampled_from(["", "", "", "tenant"])
-NAMES = st.sampled_from(["a", "b", "c"])
+NAMES = st.sampled_from(["a", "b", "c", "d"])
 STARTS = st.sampled_from([0, 1, 7, 20])
 
 
@@ -66,6 +66,17 @@ class SpanMachine(RuleBasedStateMachine):
         if self.declared:
             space, name = data.draw(st.sampled_from(sorted(self.declared)))
             self.declare(space, name, self.declared[space, name][0], pinned)
+
+    @rule(data=st.data())
+    def remove_known(self, data: st.DataObject) -> None:
+        if self.declared:
+            self.remove(*data.draw(st.sampled_from(sorted(self.declared))))
+
+    @rule(data=st.data(), name=NAMES, more=TEXTS)
+    def declare_longer(self, data: st.DataObject, name: str, more: list[int]) -> None:
+        if self.declared:
+            space, known = data.draw(st.sampled_from(sorted(self.declared)))
+            self.declare(space, name, self.declared[space, known][0] + more, pinned=False)
 
     @rule(space=SPACES, name=NAMES)
     def remove(self, space: str, name: str) -> None:
@@ -262,6 +273,6 @@ def shape(node: Node) -> object:
 
 
 SpanMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSpanMachine = SpanMachine.TestCase

@@ -254,6 +254,19 @@ class TestWork:
         assert kinds(world.work(handle)) == "EE"
         assert world.read(handle) == world.expected(handle)
 
+    def test_a_child_waits_for_a_parent_that_another_handle_encodes(self, world: World) -> None:
+        world.tree.declare("", A, "a")
+        world.tree.declare("", A + B, "ab")
+        short, long = (world.tree.acquire(find(world, prompt)[0]) for prompt in (A, A + B))
+        assert short is not None
+        assert long is not None
+        (order,) = world.tree.begin_work(short)
+        assert world.tree.begin_work(long) == []
+        world.execute(order)
+        world.tree.mark_ready(order)
+        assert kinds(world.work(long)) == "E"
+        assert world.read(long) == world.expected(long)
+
     def test_mixed_path(self, world: World) -> None:
         world.tree.declare("", A, "a")
         world.tree.declare("", A + B, "ab")

@@ -1,22 +1,27 @@
-"""Paged attention in plain torch: on CPUs through the flash kernel, on other devices the literal formula.
+"""Paged attention in plain torch and, for few queries on CPUs, a C++ kernel: two kinds of work in one plan.
 
-A plan is a list of calls. A call serves G requests of the same (queries, keys) shape:
+`Tasks` (native.py, where it serves): requests of up to `native_rows` packed rows. Keys and values are read where
+they lie in the pool.
+
+`Call`s: everything else. A call serves G requests of the same (queries, keys) shape:
 
     q rows   [G, n, Hq, D]    a slice of q when the requests are neighbours, else gathered once
     keys     [G, m, Hkv, D]   a view of the pool when the slots are one ascending run, else gathered into a
                               workspace that stays in the processor's cache
 
-so nothing is padded, and what is read is what the maps name. The order of keys is the map's own, and no call
-depends on which other requests share it: a request's result is the same bits in any batch.
+so nothing is padded, and what is read is what the maps name. The order of keys is the map's own, and how a
+request is served depends on its own shape alone: its result is the same bits in any batch.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from acache_kernels.attention import AttentionKernel, check_heads, check_run_shapes
 from acache_kernels.layout import RaggedLayout
+from acache_kernels.torch_ops.native import TILE_ROWS, NativeAttention, load_native
 
 GATHER_BYTES = 1 << 19
 """Most bytes of keys gathered for one call: keys and values together then stay within a core's L2 cache."""
@@ -40,15 +45,26 @@ class Call:
 class TorchPlan:
     num_queries: int
     heads: tuple[int, int, int]  # Hq, Hkv, D
+    slots: torch.Tensor  # int64, the layout's kv_indices
+    tasks: torch.Tensor | None  # int64 [T, native.TASK_FIELDS]
     calls: tuple[Call, ...]
 
 
+def native_rows(head_dim: int) -> int:
+    """Packed rows (query x head of the group) of a request up to which the C++ kernel is the faster one."""
+    return 1024 if head_dim <= 32 else 128
+
+
 class TorchAttention(AttentionKernel):
-    """The reference on any device and the product on CPUs. Takes float32, bfloat16, float16 and float64."""
+    """The reference on any device and the product on CPUs. Takes float32, bfloat16, float16 and float64.
+
+    `native=False` does without the C++ kernel, as happens by itself where there is no compiler.
+    """
 
     name = "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, native: bool = True) -> None:
+        self._native: NativeAttention | None = load_native() if native else None
         self._workspace: dict[torch.dtype, torch.Tensor] = {}
 
     def plan(
@@ -61,11 +77,17 @@ class TorchAttention(AttentionKernel):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> TorchPlan:
-        check_heads(num_q_heads, num_kv_heads, head_dim)
+        group = check_heads(num_q_heads, num_kv_heads, head_dim)
         layout.check_answerable()
-        key_bytes = num_kv_heads * head_dim * dtype.itemsize
-        calls = _Planner(layout, key_bytes).calls()
-        return TorchPlan(layout.num_queries, (num_q_heads, num_kv_heads, head_dim), calls)
+        planner = _Planner(layout, num_kv_heads * head_dim * dtype.itemsize)
+        rows = layout.qo_lens * group
+        few = np.zeros(len(rows), dtype=bool)
+        if self._native and self._native.serves(head_dim, dtype) and layout.device.type == "cpu":
+            few = (rows > 0) & (rows <= native_rows(head_dim))
+        tasks = planner.tasks(np.flatnonzero(few), rows) if few.any() else None
+        calls = planner.calls(np.flatnonzero(~few & (rows > 0)))
+        heads = (num_q_heads, num_kv_heads, head_dim)
+        return TorchPlan(layout.num_queries, heads, planner.slots, tasks, calls)
 
     def run(
         self,
@@ -78,12 +100,14 @@ class TorchAttention(AttentionKernel):
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_run_shapes(plan.num_queries, plan.heads, q, k_pool, v_pool)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        if plan.tasks is not None:
+            assert self._native is not None
+            self._native.attend(plan.tasks, plan.slots, q, k_pool, v_pool, out, lse, scale)
         for call in plan.calls:
             keys, values = self._keys_values(call, k_pool, v_pool)
-            shape = (call.size, call.num_queries, *q.shape[1:])
-            queries = q[call.rows].view(shape)
+            queries = q[call.rows].view(call.size, call.num_queries, *q.shape[1:])
             part, part_lse = _attend(queries, keys, values, scale)
             out[call.rows] = part.reshape(-1, *q.shape[1:])
             if lse is not None:
@@ -137,55 +161,60 @@ def _attend_literally(
 
 
 class _Planner:
-    """Cuts a layout into calls. All its work is on the host, in numpy."""
+    """Cuts a layout into tasks and calls. All its work is on the host, in numpy."""
 
     def __init__(self, layout: RaggedLayout, key_bytes: int) -> None:
+        self.slots = layout.kv_indices.long().contiguous()
         self._layout = layout
         self._key_bytes = key_bytes
-        self._row_start = np.concatenate(([0], np.cumsum(layout.qo_lens)))
-        self._key_start = np.concatenate(([0], np.cumsum(layout.kv_lens)))
-        self._slots = layout.kv_indices.long()
-        self._run_start = self._find_runs()
+        self._row_start = np.cumsum(layout.qo_lens) - layout.qo_lens
+        self._key_start = np.cumsum(layout.kv_lens) - layout.kv_lens
 
-    def calls(self) -> tuple[Call, ...]:
+    def tasks(self, requests: npt.NDArray[np.int64], packed_rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Tasks of the C++ kernel, int64 [T, TASK_FIELDS], the longest first to balance threads."""
+        counts = -(-packed_rows[requests] // TILE_ROWS)
+        owner = np.repeat(requests, counts)
+        tile = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
+        keys = self._layout.kv_lens[owner]
+        columns = (self._row_start[owner], packed_rows[owner], tile, self._key_start[owner], keys)
+        table = np.stack(columns, axis=1)
+        return torch.from_numpy(table[np.argsort(-keys, kind="stable")])
+
+    def calls(self, requests: npt.NDArray[np.int64]) -> tuple[Call, ...]:
+        run_start = self._find_runs() if len(requests) else []
         groups: dict[tuple[int, int], list[int]] = {}
         calls: list[Call] = []
-        for b, (n, m) in enumerate(zip(self._layout.qo_lens.tolist(), self._layout.kv_lens.tolist(), strict=True)):
-            if n == 0:
-                continue
-            if self._run_start[b] >= 0 and m * self._key_bytes >= VIEW_BYTES:
-                calls.append(self._view_call(b, n, m))
+        for b in requests.tolist():
+            n, m = int(self._layout.qo_lens[b]), int(self._layout.kv_lens[b])
+            if run_start[b] >= 0 and m * self._key_bytes >= VIEW_BYTES:
+                row, slot = int(self._row_start[b]), run_start[b]
+                calls.append(Call(1, n, m, slice(row, row + n), slice(slot, slot + m), None))
             else:
                 groups.setdefault((n, m), []).append(b)
-        for (n, m), requests in groups.items():
+        for (n, m), members in groups.items():
             most = max(1, GATHER_BYTES // (m * self._key_bytes))
-            calls += [self._gather_call(requests[i : i + most], n, m) for i in range(0, len(requests), most)]
+            calls += [self._gather_call(members[i : i + most], n, m) for i in range(0, len(members), most)]
         return tuple(calls)
 
     def _find_runs(self) -> list[int]:
         """Per request the first slot when its map is one ascending run, else -1 (always, off the host)."""
         layout = self._layout
-        if layout.device.type != "cpu" or not layout.batch_size or not len(self._slots):
+        if layout.device.type != "cpu" or not len(self.slots):
             return [-1] * layout.batch_size
-        slots = self._slots.numpy()
-        breaks = np.concatenate(([0], np.cumsum(np.diff(slots) != 1), [0]))[: len(slots)]
-        first = np.minimum(self._key_start[:-1], len(slots) - 1)
-        last = np.maximum(self._key_start[1:] - 1, 0)
+        slots = self.slots.numpy()
+        breaks = np.concatenate(([0], np.cumsum(np.diff(slots) != 1)))
+        first = np.minimum(self._key_start, len(slots) - 1)
+        last = np.maximum(self._key_start + layout.kv_lens - 1, 0)
         whole = (breaks[first] == breaks[last]) & (layout.kv_lens > 0)
         return np.where(whole, slots[first], -1).tolist()
 
-    def _view_call(self, b: int, n: int, m: int) -> Call:
-        row, slot = int(self._row_start[b]), self._run_start[b]
-        return Call(1, n, m, slice(row, row + n), slice(slot, slot + m), None)
-
     def _gather_call(self, requests: list[int], n: int, m: int) -> Call:
-        first = requests[0]
-        row = int(self._row_start[first])
-        rows: slice | torch.Tensor = slice(row, row + len(requests) * n)
         starts = self._row_start[requests]
+        row = int(starts[0])
+        rows: slice | torch.Tensor = slice(row, row + len(requests) * n)
         if not np.array_equal(starts, row + n * np.arange(len(requests))):
             table = starts[:, None] + np.arange(n)
             rows = torch.from_numpy(table.reshape(-1)).to(self._layout.device)
-        parts = [self._slots[k : k + m] for k in self._key_start[requests].tolist()]
+        parts = [self.slots[k : k + m] for k in self._key_start[requests].tolist()]
         slots = parts[0] if len(parts) == 1 else torch.cat(parts)
         return Call(len(requests), n, m, rows, None, slots)

@@ -1,5 +1,4 @@
-"""Spans of tokens that several requests share: which are known, where a prompt has them, who holds their
-K/V."""
+"""Spans of tokens that several requests share: which are known, where a prompt has them, who holds their K/V."""
 
 from sglang_acache.core.spans.breakeven import Costs, break_even_length, choose_spans
 from sglang_acache.core.spans.discovery import Discovery, Promotion, PromotionRule

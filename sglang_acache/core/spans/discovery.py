@@ -33,8 +33,7 @@ class PromotionRule:
     def keep(
         self, canvas: int, known: Sequence[int], runs: Sequence[tuple[int, int]], block_starts: int | None
     ) -> list[bool]:
-        """For each run (length, seen), whether to promote it; ``known``: lengths of the request's known
-        spans."""
+        """For each run (length, seen), whether to promote it; ``known``: lengths of the request's known spans."""
         spans = [SpanCost(length) for length in known]
         spans += [SpanCost(length, encode=length, uses=seen - 1) for length, seen in runs]
         starts = block_starts or self.block_starts
@@ -45,8 +44,7 @@ class PromotionRule:
 @dataclass(frozen=True, eq=False)
 class Promotion:
     """Insert ``tokens`` into the tree. The first ``known`` of them are a known span, the rest becomes its child.
-    ``start`` is where the last request had them: the offset to encode at, if encoded ahead of the next
-    reader."""
+    ``start`` is where the last request had them: the offset to encode at, if encoded ahead of the next reader."""
 
     namespace: str
     tokens: TokenArray

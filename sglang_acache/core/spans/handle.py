@@ -14,8 +14,7 @@ from sglang_acache.core.spans.types import SlotArray, SpanMatch, State
 class SpanHandle:
     """A lock on the placements of one match, from ``SpanTree.acquire`` to ``SpanTree.release``.
 
-    Its slots never change and, once ``ready``, are never written until it is released, whatever happens to the
-    tree.
+    Its slots never change and, once ``ready``, are never written until it is released, whatever happens to the tree.
     """
 
     def __init__(self, handle_id: int, match: SpanMatch, placements: tuple[Placement, ...]) -> None:
@@ -52,8 +51,7 @@ class SpanHandle:
         return slots
 
     def read_slots(self) -> SlotArray:
-        """int64[L]: the span's part of the read-slot map, i.e. shared slots but private ones for the
-        anchors."""
+        """int64[L]: the span's part of the read-slot map, i.e. shared slots but private ones for the anchors."""
         slots = self.shared_slots.copy()
         if self.anchors is not None:
             slots[self.anchors.positions] = self.anchors.slots

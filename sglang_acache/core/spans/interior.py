@@ -18,9 +18,8 @@ def stable_interior(
 ) -> TokenArray:
     """The longest run of encode(text) found again, at the same place, in every encode(before + text + after).
 
-    A tokenizer may merge the first and last tokens of a text with its neighbours. Declaring only the interior
-    lets the span match in all contexts; the edges are recomputed as prompt tokens. Empty if nothing is
-    stable.
+    A tokenizer may merge the first and last tokens of a text with its neighbours. Declaring only the interior lets the
+    span match in all contexts; the edges are recomputed as prompt tokens. Empty if nothing is stable.
     """
     alone = as_tokens(encode(text))
     first, last = 0, len(alone)

@@ -21,9 +21,8 @@ class Ledger:
     is the home of a pinned node, and the number of its attached child placements that have guards themselves.
     So the parent of a protected placement is protected, and eviction takes leaves first by construction.
 
-    Invariants (checked by ``integrity.check``): an attached placement without readers is READY; a child
-    placement is attached only while its parent at the same offset is; everyone who reads a placement reads
-    its ancestors.
+    Invariants (checked by ``integrity.check``): an attached placement without readers is READY; a child placement is
+    attached only while its parent at the same offset is; everyone who reads a placement reads its ancestors.
     """
 
     def __init__(self, pool: SlotPool, max_shared_tokens: int | None = None) -> None:
@@ -48,8 +47,7 @@ class Ledger:
         return self._free_now() + self.evictable
 
     def make_room(self, n: int) -> bool:
-        """Evict until n slots can be allocated within the cap. False, and nothing is evicted, if
-        impossible."""
+        """Evict until n slots can be allocated within the cap. False, and nothing is evicted, if impossible."""
         shortage = n - self._free_now()
         if shortage > self.evictable:
             return False
@@ -187,8 +185,7 @@ class Ledger:
         self.pool.free(placement.slots)
 
     def _retire_below(self, placement: Placement) -> None:
-        """Retire a placement and its kids: they have no readers, since whoever reads a kid reads its
-        parent."""
+        """Retire a placement and its kids: they have no readers, since whoever reads a kid reads its parent."""
         for child in placement.node.children.values():
             if kid := child.placements.get(placement.offset):
                 self._retire_below(kid)

@@ -41,8 +41,7 @@ def reach_declared(space: Space, tokens: TokenArray) -> Reach:
 def reach(space: Space, tokens: TokenArray, min_tail: int) -> Reach:
     """Declared edges as long as they match whole, then undeclared ones.
 
-    The last edge may match in part only; it counts from ``min_tail`` tokens on, since cutting it costs an
-    encoding.
+    The last edge may match in part only; it counts from ``min_tail`` tokens on, since cutting it costs an encoding.
     """
     declared = follow(space.root, tokens, Layer.DECLARED)
     last = declared.nodes[-1] if declared.nodes else space.root

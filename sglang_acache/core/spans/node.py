@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_acache.core.spans.types import SlotArray, Source, State, TokenArray, common_prefix
 
@@ -50,6 +51,8 @@ class Node:
     pins: int = 0  # pinned declarations at or below
     hits: int = 0
     last_access: int = 0
+    # Importance that an earlier probe found for the span ending here, by (what was measured, number of tokens).
+    memory: dict[tuple[str, int], npt.NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def key(self) -> ChildKey:
@@ -145,8 +148,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """How far ``tokens`` follow one layer from a node: whole edges, then ``tail`` tokens into the edge
-    ``partial``."""
+    """How far ``tokens`` follow one layer from a node: whole edges, then ``tail`` tokens into the edge ``partial``."""
 
     nodes: tuple[Node, ...]
     whole: int

@@ -147,8 +147,7 @@ class RecentPrompts:
 
 
 def _extend(tokens: TokenArray, at: int, other: TokenArray, there: int) -> tuple[int, int, int]:
-    """The maximal common run around tokens[at] and other[there]: start and stop in ``tokens``, start in
-    ``other``."""
+    """The maximal common run around tokens[at] and other[there]: start and stop in ``tokens``, start in ``other``."""
     right = common_prefix(tokens[at:], other[there:])
     left = common_prefix(tokens[:at][::-1], other[:there][::-1])
     return at - left, at + right, there - left

@@ -1,5 +1,4 @@
-"""The shape of the tree: which nodes exist. Cutting an edge retires the K/V that was made for the old
-shape."""
+"""The shape of the tree: which nodes exist. Cutting an edge retires the K/V that was made for the old shape."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class Shape:
         return node
 
     def undeclare(self, space: Space, name: str) -> None:
-        """KeyError when the name is unknown. The declared edges become those of the remaining
-        declarations."""
+        """KeyError when the name is unknown. The declared edges become those of the remaining declarations."""
         node = space.names.pop(name)
         if node.declarations.pop(name):
             for above in node.path():
@@ -132,8 +130,7 @@ class Shape:
     def _split(self, node: Node, at: int) -> Node:
         """Cut an edge after ``at`` tokens. ``node`` becomes the lower half; returns the upper one.
 
-        The K/V below was made by attending the uncut edge, so the placements of the whole subtree are
-        retired.
+        The K/V below was made by attending the uncut edge, so the placements of the whole subtree are retired.
         """
         self.ledger.retire_all(node)
         parent = node.parent

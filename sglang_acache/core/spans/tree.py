@@ -116,8 +116,7 @@ class SpanTree:
         min_tokens: int | None = None,
         declared_only: bool = False,
     ) -> list[SpanMatch]:
-        """Non-overlapping known spans of at least ``min_tokens`` in each segment, in order; see
-        ``matching.find``.
+        """Non-overlapping known spans of at least ``min_tokens`` in each segment, in order; see ``matching.find``.
 
         Changes nothing and locks nothing. ValueError if ``min_tokens`` is below the tree's.
         """
@@ -161,9 +160,8 @@ class SpanTree:
     def acquire(self, match: SpanMatch) -> SpanHandle | None:
         """Lock the span for reading at its offset; cuts an edge if the match ends inside one.
 
-        None, and nothing is locked, if there is no room for its slots even after evicting all that may be
-        evicted, or if the tree no longer knows the tokens. The caller then treats the span as ordinary prompt
-        text.
+        None, and nothing is locked, if there is no room for its slots even after evicting all that may be evicted, or
+        if the tree no longer knows the tokens. The caller then treats the span as ordinary prompt text.
         """
         space = self.spaces.get(match.namespace)
         if space is None or not self._knows(space, match) or not self._fits(space, match):
@@ -202,11 +200,9 @@ class SpanTree:
         return self.work.settle(order, ok=False)
 
     def release(self, handle: SpanHandle) -> None:
-        """Give the lock back, with the anchor overrides and any orders not settled. ValueError the second
-        time.
+        """Give the lock back, with the anchor overrides and any orders not settled. ValueError the second time.
 
-        Call it between steps: an order that is being executed must be settled first, since its slots may be
-        freed.
+        Call it between steps: an order that is being executed must be settled first, since its slots may be freed.
         """
         if self.handles.pop(handle.id, None) is not handle:
             raise ValueError(f"handle {handle.id} is not held")
@@ -312,8 +308,7 @@ class SpanTree:
         return None
 
     def _forget_oldest(self, keep: Node | None = None) -> None:
-        """Hold ``max_spans``: forget the least recently used undeclared leaves without readers, a tenth at a
-        time."""
+        """Hold ``max_spans``: forget the least recently used undeclared leaves without readers, a tenth at a time."""
         excess = self.shape.undeclared - self.max_spans
         if excess <= 0:
             return

@@ -40,8 +40,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class SpanMatch:
-    """Canvas positions [start, start + length) hold tokens that the tree knows. Only a claim: it locks
-    nothing.
+    """Canvas positions [start, start + length) hold tokens that the tree knows. Only a claim: it locks nothing.
 
     declared: how many leading tokens are covered by whole declared nodes.
     ready / rebase / encode: tokens that can be read now, copied from another offset, or must be forwarded.
@@ -86,8 +85,7 @@ class Encode:
 
 @dataclass(frozen=True, eq=False)
 class Rebase:
-    """Copy K/V of every layer from ``src_slots`` to ``dst_slots`` (int64[n]), keys rotated by ``delta``
-    positions."""
+    """Copy K/V of every layer from ``src_slots`` to ``dst_slots`` (int64[n]), keys rotated by ``delta`` positions."""
 
     ticket: int
     src_slots: SlotArray

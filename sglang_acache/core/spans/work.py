@@ -27,8 +27,7 @@ class WorkBook:
     releasing the handle withdraws its orders. A withdrawn or failed placement is UNENCODED again: another
     reader of it takes the work over, and without one it is freed.
 
-    Copies are made from homes only, never from copies, so that the rounding of a re-based key does not add
-    up.
+    Copies are made from homes only, never from copies, so that the rounding of a re-based key does not add up.
     """
 
     def __init__(self, ledger: Ledger) -> None:

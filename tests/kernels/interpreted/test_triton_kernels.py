@@ -25,7 +25,7 @@ from acache_kernels.triton_ops import choose as triton_choose
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: -inf - -inf in masked lanes
 
 
-@settings(max_examples=12)
+@settings(max_examples=30)
 @given(attention_cases(largest=40, dims=(32, 48, 80)))
 def test_attention_equals_the_reference(case: AttentionCase) -> None:
     check_attention(case, "triton")

@@ -1,0 +1,246 @@
+"""Tokens a second and latency over HTTP, with and without reuse, on one server: closed and open loop.
+
+The modes that are compared answer the same requests, in turn, in every round; a ratio is the median over rounds.
+Reuse is switched per request, so the server, its process and its memory are the same for all modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from sglang_acache.bench.client import Client, Payload, Run, closed_loop, open_loop
+from sglang_acache.bench.options import (
+    REUSE_FLAGS,
+    add_common,
+    add_shape,
+    dtype_flags,
+    integers,
+    model_folder,
+    names,
+    numbers,
+    ordinary_words,
+)
+from sglang_acache.bench.report import Plot, Report, Series, Table
+from sglang_acache.bench.server import serve
+from sglang_acache.bench.stats import Estimate, bootstrap, paired_ratio, percentiles
+from sglang_acache.bench.workloads import Shape, generate_payload, mixed_prompts, shared_prompts
+
+WORKLOADS = {"shared": shared_prompts, "mixed": mixed_prompts}
+REUSE = "+acache"
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load: ``clients`` in a closed loop, or ``rate`` requests a second in an open one."""
+
+    workload: str
+    modes: tuple[str, ...]
+    requests: int
+    clients: int = 0
+    rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.clients} clients" if self.clients else f"{self.rate:.2g} requests/s"
+
+
+@dataclass
+class Samples:
+    """One mode at one level: a rate a round, latencies of all requests, what the server counted."""
+
+    tokens_per_second: list[float] = field(default_factory=list)
+    requests_per_second: list[float] = field(default_factory=list)
+    latency: list[float] = field(default_factory=list)
+    first_token: list[float] = field(default_factory=list)
+    rows: int = 0  # forwarded, probes included
+    forward_passes: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+Results = dict[Level, dict[str, Samples]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    add_shape(parser)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--share", type=float, default=0.75, help="affix share of the canvas (default: %(default)s)")
+    parser.add_argument("--ratio", type=float, default=0.2, help="anchor ratio (default: %(default)s)")
+    parser.add_argument("--per-step", type=int, default=4, help="tokens committed a step (default: %(default)s)")
+    parser.add_argument("--clients", type=integers, default=[1, 4, 16, 64])
+    parser.add_argument("--modes", type=names, default=["dual", "dual" + REUSE], help="the first is the baseline")
+    parser.add_argument("--policies", type=names, default=["none", "prefix", "prefix" + REUSE], help="further modes, see next")
+    parser.add_argument("--policy-clients", type=int, default=4, help="clients at which --policies run too; 0 = never")
+    parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help="of shared, mixed")
+    parser.add_argument("--mixed-clients", type=integers, default=[16])
+    parser.add_argument("--load", type=numbers, default=[0.5, 0.9], help="open loop, as parts of the baseline's capacity")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=2, help="requests a client and round (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.quick:
+        options.canvas, options.new_tokens, options.rounds = 128, 32, 1
+        options.clients, options.policy_clients, options.mixed_clients, options.load = [1, 4], 4, [2], [0.5]
+    shape = Shape(options.canvas, options.share, options.new_tokens, options.block_length, options.per_step).check()
+    report = Report("throughput", options.out, {**vars(options), "steps": shape.steps})
+    most = max([*options.clients, *options.mixed_clients])
+    with model_folder(options) as model:
+        flags = [*REUSE_FLAGS, "--no-acache-discover", *dtype_flags(options.dtype), "--skip-tokenizer-init"]
+        flags += ["--max-total-tokens", str(shape.canvas * (most + 4)), "--max-running-requests", str(most)]
+        flags += ["--diffusion-step-tokens", str(max(8192, 16 * shape.canvas)), *options.server_flags]
+        words = ordinary_words(model)
+        with serve(model, flags, base_url=options.base_url, threads=options.threads) as target:
+            results = asyncio.run(_measure(target.url, options, shape, words))
+    _describe(report, results)
+    return report.write()
+
+
+async def _measure(url: str, options: argparse.Namespace, shape: Shape, words: int) -> Results:
+    results: Results = {}
+    async with Client(url) as client:
+        closed = _closed_levels(options)
+        for level in closed:
+            results[level] = await _run_level(client, level, options, shape, words)
+        capacity = _capacity(results, options.modes[0])
+        for level in _open_levels(options, capacity):
+            results[level] = await _run_level(client, level, options, shape, words)
+    return results
+
+
+def _closed_levels(options: argparse.Namespace) -> list[Level]:
+    modes = tuple(options.modes)
+    levels = []
+    if "shared" in options.workloads:
+        for clients in options.clients:
+            chosen = modes + (tuple(options.policies) if clients == options.policy_clients else ())
+            levels.append(Level("shared", chosen, max(4, options.requests * clients), clients))
+    if "mixed" in options.workloads:
+        levels += [Level("mixed", modes, max(4, options.requests * clients), clients) for clients in options.mixed_clients]
+    return levels
+
+
+def _capacity(results: Results, baseline: str) -> float:
+    """Requests a second of the baseline at its best level of the shared workload."""
+    rates = [
+        float(np.median(found[baseline].requests_per_second)) for level, found in results.items() if level.workload == "shared"
+    ]
+    return max(rates, default=0.0)
+
+
+def _open_levels(options: argparse.Namespace, capacity: float) -> list[Level]:
+    count = 4 if options.quick else 32
+    return [Level("shared", tuple(options.modes), count, rate=load * capacity) for load in options.load if capacity > 0]
+
+
+async def _run_level(
+    client: Client, level: Level, options: argparse.Namespace, shape: Shape, words: int
+) -> dict[str, Samples]:
+    samples = {mode: Samples() for mode in level.modes}
+    total = level.requests * len(level.modes) * options.rounds
+    with tqdm(total=total, desc=f"{level.workload}, {level.name}", unit="request") as progress:
+        for turn in range(options.rounds):
+            rng = np.random.default_rng([options.seed, turn, level.requests])
+            prompts = WORKLOADS[level.workload](rng, shape, level.requests, words)
+            await _warm(client, [generate_payload(prompt, "dual", {}) for prompt in prompts[:4]])
+            for mode in np.roll(level.modes, turn):
+                reuse = {"anchor_ratio": options.ratio} if mode.endswith(REUSE) else None
+                payloads = [generate_payload(prompt, mode.removesuffix(REUSE), reuse) for prompt in prompts]
+                done = await _load(client, level, payloads, options.seed + turn, progress)
+                _add(samples[str(mode)], done)
+    return samples
+
+
+async def _warm(client: Client, payloads: Sequence[Payload]) -> None:
+    """Encode the round's affixes, once for all modes: what is measured is the steady state of a shared text."""
+    await asyncio.gather(*(client.generate(payload) for payload in payloads))
+
+
+async def _load(client: Client, level: Level, payloads: list[Payload], seed: int, progress: Any) -> Run:
+    if level.clients:
+        return await closed_loop(client, payloads, level.clients, progress.update)
+    return await open_loop(client, payloads, level.rate, seed, progress.update)
+
+
+def _add(samples: Samples, done: Run) -> None:
+    good = [answer for answer in done.answers if answer.ok]
+    samples.tokens_per_second.append(done.tokens / done.seconds)
+    samples.requests_per_second.append(len(good) / done.seconds)
+    samples.latency += [answer.latency for answer in good]
+    samples.first_token += [answer.first_token for answer in good if answer.first_token is not None]
+    for answer in good:
+        counted, reuse = answer.info("diffusion"), answer.info("acache")
+        samples.rows += counted.get("recompute_tokens", 0)
+        if reuse.get("probe_ms"):
+            samples.rows += counted.get("canvas_tokens", 0) - reuse["affix_tokens"]
+        samples.forward_passes += counted.get("forward_passes", 0)
+    samples.errors += [f"{answer.status}: {answer.error}" for answer in done.answers if not answer.ok]
+
+
+def _describe(report: Report, results: Results) -> None:
+    for workload in dict.fromkeys(level.workload for level in results):
+        for loop in ("closed", "open"):
+            levels = {k: v for k, v in results.items() if k.workload == workload and bool(k.clients) == (loop == "closed")}
+            if levels:
+                report.add(_table(f"{workload} workload, {loop} loop", levels))
+    for level, found in results.items():
+        for mode, samples in found.items():
+            if samples.errors:
+                report.fail(f"{level.name}, {mode}: {len(samples.errors)} requests failed, first: {samples.errors[0]}")
+    report.data["levels"] = [
+        {**asdict(level), "samples": {mode: asdict(s) for mode, s in found.items()}} for level, found in results.items()
+    ]
+    report.plots += _plots(results)
+
+
+def _table(title: str, levels: Results) -> Table:
+    table = Table(
+        title,
+        ["load", "mode", "tokens/s", "x baseline", "requests/s", "latency p50/p95/p99 s", "p99 x baseline",
+         "first token p50/p95/p99 s", "rows a request"],
+        note="x baseline: median over rounds of the paired ratio, 95% bootstrap interval. Rows: token-forwards, probes "
+        "included, as the server counts them.",
+    )  # fmt: skip
+    for level, found in levels.items():
+        base = found[level.modes[0]]
+        for mode, samples in found.items():
+            if not samples.latency:
+                continue
+            gain: Estimate = paired_ratio(samples.tokens_per_second, base.tokens_per_second)
+            tail = percentiles(samples.latency)["p99"] / percentiles(base.latency)["p99"] if base.latency else float("nan")
+            table.rows.append([
+                level.name, mode, bootstrap(samples.tokens_per_second).text(1), gain.text(),
+                f"{np.median(samples.requests_per_second):.3g}", _seconds(samples.latency), f"{tail:.2f}",
+                _seconds(samples.first_token), samples.rows // len(samples.latency),
+            ])  # fmt: skip
+    return table
+
+
+def _seconds(samples: list[float]) -> str:
+    return " / ".join(f"{value:.2f}" for value in percentiles(samples).values())
+
+
+def _plots(results: Results) -> list[Plot]:
+    levels = [level for level in results if level.clients and level.workload == "shared"]
+    if not levels:
+        return []
+    modes = levels[0].modes
+    clients = [level.clients for level in levels]
+    rates, tails = [], []
+    for mode in modes:
+        found = [results[level][mode] for level in levels]
+        spread = [bootstrap(samples.tokens_per_second) for samples in found]
+        rates.append(Series(mode, clients, [e.value for e in spread], [e.low for e in spread], [e.high for e in spread]))
+        tails.append(Series(f"{mode}, p99", clients, [percentiles(s.latency).get("p99", np.nan) for s in found]))
+        tails.append(Series(f"{mode}, p50", clients, [percentiles(s.latency).get("p50", np.nan) for s in found], style="o:"))
+    return [
+        Plot("throughput", "Shared affix, closed loop", "clients", "tokens/s", rates, log_x=True),
+        Plot("latency", "Shared affix, closed loop", "clients", "latency, s", tails, log_x=True),
+    ]

@@ -1,0 +1,1 @@
+"""``python -m sglang_acache top``: a live view of a server, in a terminal."""
