@@ -71,6 +71,9 @@ class Server:
         assert self.process.poll() is None, f"the server died\n{self.log_tail()}"
         self.wait_idle()
         assert self.get("/health_generate").status_code == 200, self.log_tail()
+        self.assert_log_clean()
+
+    def assert_log_clean(self) -> None:
         faults = [line for line in self.log.read_text().splitlines() if any(word in line for word in FAULTS)]
         assert not faults, "\n".join(faults) + self.log_tail()
 
@@ -84,8 +87,9 @@ def prompt_field(prompt: str | Sequence[int]) -> dict[str, Any]:
 
 
 def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, one OpenMP thread, strict memory checks, and ``extra``."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **MEMORY_CHECKS, **(extra or {})}
+    """This process's environment without SGLang's settings, one OpenMP thread, memory checks, and ``extra``."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **MEMORY_CHECKS, **(extra or {})}
 
 
 def launch_command(model: str, *flags: str) -> list[str]:

@@ -23,6 +23,7 @@ def serving(llada: Server) -> Iterator[Server]:
     yield llada
     assert llada.process.poll() is None, llada.log_tail()
     assert llada.generate(prompt(9), **GOOD)["output_ids"] == before
+    llada.assert_log_clean()
 
 
 def assert_refused(server: Server, field: str, body: dict[str, Any]) -> None:

@@ -123,7 +123,7 @@ class TestDeclare:
         declare(server, ids=DOCUMENT, name="doc", pinned=True)
         use(server)
         for seed in range(4):  # each other span takes what it can get
-            other = prompt_ids(1500, seed=950 + seed)
+            other = prompt_ids(800, seed=950 + seed)
             declare(server, ids=other, name=f"other-{seed}")
             body = {"input_ids": other, "sampling_params": ANSWER}
             assert server.post("/generate", body).status_code == 200

@@ -87,10 +87,13 @@ def attention_kernels_of(dtype: str, head_dim: int, group: int) -> Iterator[Kern
 
 def importance_kernels_of(dtype: str, head_dim: int, group: int) -> Iterator[Kernel]:
     types = {
-        **{name: f"*{dtype}" for name in ("q", "k")},
+        "q": f"*{dtype}",
+        "k": f"*{dtype}",
         **dict.fromkeys(("q_row", "q_head", "k_row", "k_head", "num_q_heads", "total_keys"), "i32"),
-        **{"norms": "*fp32", "sums": "*fp32", "query_rows": "*i64", "key_slots": "*i64", "work": "*i32"},
-        **{"scale_log2": "fp32", "norm_scale": "fp32"},
+        **dict.fromkeys(("norms", "sums"), "*fp32"),
+        **dict.fromkeys(("query_rows", "key_slots"), "*i64"),
+        **dict.fromkeys(("scale_log2", "norm_scale"), "fp32"),
+        "work": "*i32",
     }
     constants: dict[str, Any] = {
         "GROUP": group,
@@ -111,8 +114,9 @@ def importance_kernels_of(dtype: str, head_dim: int, group: int) -> Iterator[Ker
 
 def rebase_kernel_of(dtype: str, head_dim: int) -> Kernel:
     types = {
-        **{name: "*i64" for name in ("k_table", "v_table", "src_slots", "dst_slots")},
-        **{"cos": "*fp32", "sin": "*fp32", "like": f"*{dtype}"},
+        **dict.fromkeys(("k_table", "v_table", "src_slots", "dst_slots"), "*i64"),
+        **dict.fromkeys(("cos", "sin"), "*fp32"),
+        "like": f"*{dtype}",
         **dict.fromkeys(("k_row", "k_head", "v_row", "v_head", "num_heads"), "i32"),
     }
     blocks = {"BLOCK_H": 4096 // head_dim, "BLOCK_HALF": head_dim // 2, "BLOCK_D": head_dim}

@@ -108,9 +108,7 @@ def attention_row(load: Load, kind: str, heads: int, dim: int, dtype: torch.dtyp
     kernel = get_attention_kernel("torch")
 
     def plan() -> object:
-        return kernel.plan(
-            layout, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=dtype, device="cpu"
-        )
+        return kernel.plan(layout, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=dtype, device="cpu")
 
     planned = plan()
     ours, dense, planning = medians(
@@ -160,9 +158,7 @@ def rebase_row(dtype: torch.dtype, seconds: float) -> str:
         for pool in (*pools[0], *pools[1]):
             pool.index_copy_(0, dst, pool.index_select(0, src))
 
-    ours, plain = medians(
-        [lambda: rebase_kv(*pools, src, dst, 100, inv_freq=inv_freq, impl="torch"), copy], seconds
-    )
+    ours, plain = medians([lambda: rebase_kv(*pools, src, dst, 100, inv_freq=inv_freq, impl="torch"), copy], seconds)
     name = str(dtype).removeprefix("torch.")
     return f"| {name} | {ours * 1e3:.2f} | {plain * 1e3:.2f} | {ours / plain:.2f} |"
 
@@ -174,9 +170,7 @@ def importance_row(heads: int, dim: int, seconds: float) -> str:
     q = torch.randn(queries, heads, dim)
     k, v = (torch.randn(4096, heads, dim) for _ in range(2))
     kernel = get_attention_kernel("torch")
-    plan = kernel.plan(
-        layout, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=q.dtype, device="cpu"
-    )
+    plan = kernel.plan(layout, num_q_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=q.dtype, device="cpu")
     scale = dim**-0.5
     _, lse = kernel.run(plan, q, k, v, scale=scale, return_lse=True)
     targets = ImportanceTargets.build(torch.arange(queries), [queries], torch.arange(keys), [keys])

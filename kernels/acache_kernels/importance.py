@@ -9,9 +9,7 @@ from acache_kernels.registry import Registry, default_impl
 
 MODES = ("attention", "attention_affix")
 
-ImportanceFn = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, ImportanceTargets, float], None
-]
+ImportanceFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, ImportanceTargets, float], None]
 
 _REGISTRY: Registry[ImportanceFn] = Registry(
     "importance implementation",

@@ -3,9 +3,7 @@
 import torch
 
 
-def store_kv(
-    k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> None:
+def store_kv(k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Modifies `k_pool[slots]` and `v_pool[slots]`, [S, Hkv, D], to `k` and `v`, [n, Hkv, D].
 
     `slots` is int64 [n] without repetition: with one, either of the two values may win.

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from sglang_acache.bench.client import Answer, Client, Payload, closed_loop
 from sglang_acache.bench.fidelity_tasks import Question, read_task_file, tiny_questions
-from sglang_acache.bench.options import REUSE_FLAGS, add_common, model_folder, names, numbers
+from sglang_acache.bench.options import add_common, model_folder, names, numbers
 from sglang_acache.bench.report import Plot, Report, Series, Table
 from sglang_acache.bench.server import serve
 from sglang_acache.bench.stats import Estimate, bootstrap, mean_difference, wilson
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     policies += [Policy(selector, ratio) for ratio in options.selector_ratios for selector in options.selectors]
     with model_folder(options) as model:
         questions = _questions(options, model)
-        flags = [*REUSE_FLAGS, "--acache-min-affix-tokens", "1", "--no-acache-discover", *options.server_flags]
+        flags = ["--enable-acache", "--acache-min-affix-tokens", "1", "--no-acache-discover", *options.server_flags]
         with serve(model, flags, base_url=options.base_url, threads=options.threads) as target:
             answers = asyncio.run(_ask(target.url, questions, policies, options))
     for policy, found in answers.items():

@@ -7,6 +7,7 @@ SGLang's release paths free those and nothing else, and it answers the memory ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from sglang_acache.core.spans import SpanTree
 class AffixCache(BasePrefixCache):
     """Row positions a request does not own are shared: ``free_kv_row`` leaves them alone.
 
-    ``tree`` holds the shared spans; None where nothing is reused.
+    ``tree`` holds the shared spans; None where nothing is reused. ``before_flush`` ends encodings under way.
     """
 
     def __init__(self, req_to_token_pool: Any, allocator: Any, page_size: int, device: Any) -> None:
@@ -38,6 +39,7 @@ class AffixCache(BasePrefixCache):
         self.private_slots: dict[int, torch.Tensor] = {}
 
         self.tree: SpanTree | None = None
+        self.before_flush: Callable[[], None] = lambda: None
 
     def own(self, row: int, slots: np.ndarray) -> None:
         """Record that the request in ``row`` of ``req_to_token`` owns ``slots`` int64 ``[n]``, in any order."""
@@ -52,6 +54,8 @@ class AffixCache(BasePrefixCache):
         """Flush: called when nothing runs, right before SGLang marks every slot free."""
         self.private_slots.clear()
         if self.tree is not None:
+            self.before_flush()
+            assert not self.tree.handles, "flushed while spans are read: their slots would be freed twice"
             self.tree.flush()
 
     def evictable_size(self) -> int:

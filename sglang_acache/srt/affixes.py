@@ -168,6 +168,12 @@ class Affixes:
     def has_background_work(self) -> bool:
         return bool(self._background)
 
+    def drop_background(self) -> None:
+        """Give up encodings that no request waits for; between steps only."""
+        for handle in self._background:
+            self.tree.release(handle)
+        self._background = []
+
     def prepare(self, live: Sequence[LiveRequest]) -> AffixWork:
         """Do the copies that are due, and return the encodings and probes that ride in the next step."""
         reading = [request for request in live if request.reuse is not None]

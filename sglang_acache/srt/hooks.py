@@ -96,6 +96,7 @@ PINS: tuple[Pin, ...] = (
     Pin(f"{_SCHEDULER}.process_batch_result_dllm", ("self", "batch", "result"), "overridden: commit and stream"),
     Pin(f"{_SCHEDULER}.validate_dllm_request", ("self", "req"), "overridden: attach the diffusion part"),
     Pin(f"{_SCHEDULER}.init_req_max_new_tokens", ("self", "req"), "overridden: no clipping of a canvas"),
+    Pin(f"{_SCHEDULER}.pause_generation", ("self", "recv_req"), "overridden: live requests are listed once"),
     Pin(f"{_SCHEDULER}.get_output_streamer_class", ("self",), "overridden: meta_info.diffusion"),
     Pin(
         f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"

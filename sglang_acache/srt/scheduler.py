@@ -56,7 +56,9 @@ class DiffusionScheduler(Scheduler):
         affixes = build_affixes(
             flags, slots, self.tp_worker.model_runner, self.max_total_num_tokens, self.tokenizer, vocab_limit
         )
-        self.tree_cache.tree = None if affixes is None else affixes.tree
+        if affixes is not None:
+            self.tree_cache.tree = affixes.tree
+            self.tree_cache.before_flush = affixes.drop_background
         self.engine = DiffusionEngine(
             req_to_token_pool=self.req_to_token_pool,
             slots=slots,
@@ -105,6 +107,11 @@ class DiffusionScheduler(Scheduler):
         # SGLang clips the answer to what a growing sequence could reach; a canvas is checked whole, and refused.
         if self.engine is None or req.sampling_params.max_new_tokens is None:
             super().init_req_max_new_tokens(req)
+
+    def pause_generation(self, recv_req: Any) -> None:
+        if self.engine is not None:
+            self.last_batch = None  # its requests are all in running_batch too: SGLang would release them twice
+        super().pause_generation(recv_req)
 
     # ── one step ──────────────────────────────────────────────────────────
 

@@ -65,8 +65,8 @@ def _slots(now: Snapshot) -> list[str]:
     held = math.ceil(_BAR * min(1.0, max(0.0, used - idle) / most)) if most else 0
     bar = "#" * held + "+" * (math.ceil(_BAR * full) - held)
     return [
-        f"slots      [{bar:<{_BAR}}] {used:,.0f} of {most:,.0f} shared   # read or pinned {used - idle:,.0f}   "
-        f"+ evictable {idle:,.0f}   pinned {pinned:,.0f}"
+        f"slots      [{bar:<{_BAR}}] {used:,.0f} of {most:,.0f} shared",
+        f"           # read or pinned {used - idle:,.0f}   + evictable {idle:,.0f}   pinned {pinned:,.0f}",
     ]
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
 from acache_kernels import (
     AttentionKernel,
     ImportanceTargets,
@@ -42,9 +41,7 @@ class AttentionCase:
     def run(self, kernel: str | AttentionKernel, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         implementation = get_attention_kernel(kernel) if isinstance(kernel, str) else kernel
         plan = implementation.plan(self.layout, **self.heads)
-        return implementation.run(
-            plan, self.q, self.k_pool, self.v_pool, scale=self.scale, return_lse=return_lse
-        )
+        return implementation.run(plan, self.q, self.k_pool, self.v_pool, scale=self.scale, return_lse=return_lse)
 
 
 def attention_case(
@@ -84,9 +81,7 @@ def reference_attention(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor
     row = key = 0
     for n, m in zip(case.layout.qo_lens.tolist(), case.layout.kv_lens.tolist(), strict=True):
         slots = case.layout.kv_indices[key : key + m].long()
-        keys, values = (
-            pool[slots].double().repeat_interleave(group, 1) for pool in (case.k_pool, case.v_pool)
-        )
+        keys, values = (pool[slots].double().repeat_interleave(group, 1) for pool in (case.k_pool, case.v_pool))
         scores = case.scale * torch.einsum("nhd,mhd->nhm", case.q[row : row + n].double(), keys)
         out[row : row + n] = torch.einsum("nhm,mhd->nhd", scores.softmax(-1), values)
         lse[row : row + n] = scores.logsumexp(-1)
@@ -151,9 +146,7 @@ def check_importance(case: ImportanceCase, mode: str, impl: str) -> None:
     scores = torch.arange(case.targets.num_keys, dtype=torch.float32)  # accumulates into what is there
     expected = scores.double() + 2 * reference_importance(case, scale, mode)
     for _ in range(2):
-        accumulate_importance(
-            scores, case.q, case.k_pool, case.lse, case.targets, scale=scale, mode=mode, impl=impl
-        )
+        accumulate_importance(scores, case.q, case.k_pool, case.lse, case.targets, scale=scale, mode=mode, impl=impl)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -194,7 +187,8 @@ class ChooseCase:
     forbidden: list[int]
     vocab_limit: int
 
-    def run(self, impl: str, rows: slice = slice(None)) -> Choice:
+    def run(self, impl: str, rows: slice | None = None) -> Choice:
+        rows = rows or slice(None)
         return choose_tokens(
             self.logits[rows],
             temperature=torch.tensor(self.temperature[rows]),

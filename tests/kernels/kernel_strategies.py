@@ -1,6 +1,7 @@
 """Hypothesis strategies for kernel cases; `largest` bounds their size."""
 
 import torch
+from acache_kernels.choose import RULES
 from hypothesis import strategies as st
 from kernel_references import (
     AttentionCase,
@@ -9,8 +10,6 @@ from kernel_references import (
     attention_case,
     importance_case,
 )
-
-from acache_kernels.choose import RULES
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**31)

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from kernel_references import AttentionCase, attention_case, check_attention, reference_attention
-from kernel_strategies import attention_cases
-
 from acache_kernels import (
     AttentionKernel,
     RaggedLayout,
@@ -15,6 +11,9 @@ from acache_kernels import (
 )
 from acache_kernels.torch_ops import attention as torch_attention
 from acache_kernels.torch_ops.native import HEAD_DIMS, load_native
+from hypothesis import HealthCheck, given, settings
+from kernel_references import AttentionCase, attention_case, check_attention, reference_attention
+from kernel_strategies import attention_cases
 
 
 @pytest.fixture(params=["native", "plain"])

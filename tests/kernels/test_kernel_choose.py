@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from acache_kernels import choose_tokens, rng, rule_codes
+from acache_kernels.torch_ops import choose as torch_choose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_references import ChooseCase, check_choice, reference_uniform
 from kernel_strategies import choose_cases
-
-from acache_kernels import choose_tokens, rng, rule_codes
-from acache_kernels.torch_ops import choose as torch_choose
 
 
 @settings(max_examples=80)
@@ -67,9 +66,7 @@ def test_golden_numbers_pin_the_hash() -> None:
 
 def many_draws(draws: int, **changes: object) -> ChooseCase:
     logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, 9.0]]).expand(draws, 6)
-    case = ChooseCase(
-        logits, [1.5] * draws, [0] * draws, [1.0] * draws, list(range(draws)), ["random"] * draws, [5], 6
-    )
+    case = ChooseCase(logits, [1.5] * draws, [0] * draws, [1.0] * draws, list(range(draws)), ["random"] * draws, [5], 6)
     return replace(case, **changes)
 
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from acache_kernels import RaggedLayout, get_attention_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_references import AttentionCase, attention_case, reference_attention
-
-from acache_kernels import RaggedLayout, get_attention_kernel
 
 
 class FakeWrapper:

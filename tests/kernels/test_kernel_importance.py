@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from acache_kernels import ImportanceTargets, accumulate_importance
+from acache_kernels.importance import MODES
+from acache_kernels.torch_ops import importance as torch_importance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_references import ImportanceCase, attention_case, check_importance, importance_case
 from kernel_strategies import importance_cases
-
-from acache_kernels import ImportanceTargets, accumulate_importance
-from acache_kernels.importance import MODES
-from acache_kernels.torch_ops import importance as torch_importance
 
 
 @settings(max_examples=40)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from acache_kernels import rebase_kv, store_kv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_references import reference_rotation
-
-from acache_kernels import rebase_kv, store_kv
 
 FREQUENCIES = 1.0 / 5e5 ** (torch.arange(0, 32, 2).float() / 32)
 
@@ -50,9 +49,7 @@ def test_rotating_by_a_distance_equals_encoding_at_the_new_position() -> None:
     start, target = torch.arange(8), torch.arange(8) + 1017
     k[:8] = reference_rotation(raw, start, FREQUENCIES).float()
     rebase_kv([k], [v], torch.arange(8), torch.arange(8) + 20, target - start, inv_freq=FREQUENCIES)
-    torch.testing.assert_close(
-        k[20:28].double(), reference_rotation(raw, target, FREQUENCIES), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(k[20:28].double(), reference_rotation(raw, target, FREQUENCIES), rtol=1e-5, atol=1e-5)
 
 
 def test_distances_may_differ_by_slot_and_zero_is_a_copy() -> None:

@@ -122,6 +122,7 @@ class World:
         self.affixes = Affixes(self.tree, Discovery(min_tokens=8), self.kv, debug=True)  # type: ignore[arg-type]
         self.cache = AffixCache(self.rows, self.allocator, 1, "cpu")
         self.cache.tree = self.tree
+        self.cache.before_flush = self.affixes.drop_background
         self.engine = DiffusionEngine(
             req_to_token_pool=self.rows,
             slots=pool,

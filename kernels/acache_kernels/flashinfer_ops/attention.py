@@ -100,9 +100,7 @@ class FlashInferAttention(AttentionKernel):
             import flashinfer
 
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", backend=self._backend
-            )
+            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=self._backend)
         return self._wrapper
 
 

@@ -114,9 +114,7 @@ class TorchAttention(AttentionKernel):
                 lse[call.rows] = part_lse.reshape(-1, q.shape[1]).float()
         return out, lse
 
-    def _keys_values(
-        self, call: Call, k_pool: torch.Tensor, v_pool: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(self, call: Call, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [G, m, Hkv, D] of a call; valid until the next call."""
         if call.run is not None:
             return k_pool[call.run].unsqueeze(0), v_pool[call.run].unsqueeze(0)
@@ -136,9 +134,7 @@ class TorchAttention(AttentionKernel):
         return buffer[:numel]
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """q [G, n, Hq, D], k and v [G, m, Hkv, D] -> out [G, n, Hq, D], lse [G, n, Hq]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q.device.type == "cpu":

@@ -102,9 +102,7 @@ def _edges_among(
     return ordered.gather(1, kept.unsqueeze(1) - 1).squeeze(1), kept < count
 
 
-def _sample(
-    z: torch.Tensor, edge: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor
-) -> torch.Tensor:
+def _sample(z: torch.Tensor, edge: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     """Gumbel-max over the kept ids: int64 [m]."""
     noise = rng.gumbel(seed, torch.arange(z.shape[1], device=z.device))
     noise.mul_(temperature.unsqueeze(1)).add_(z)

@@ -80,9 +80,7 @@ class NativeAttention:
         )
         bfloat16 = int(q.dtype == torch.bfloat16)
         threads = torch.get_num_threads()
-        failed = self._attend(
-            ctypes.addressof(step), tasks.data_ptr(), len(tasks), q.shape[2], bfloat16, threads
-        )
+        failed = self._attend(ctypes.addressof(step), tasks.data_ptr(), len(tasks), q.shape[2], bfloat16, threads)
         if failed:
             raise ValueError(f"no native attention for head size {q.shape[2]}")
 

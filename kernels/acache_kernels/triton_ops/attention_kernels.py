@@ -71,18 +71,14 @@ def attend_tiles(
         cols = start + tl.arange(0, BLOCK_N)
         col_ok = cols < num_keys
         slot = tl.load(kv_indices + key_start + cols, mask=col_ok, other=0).to(tl.int64)
-        k_tile = tl.load(
-            keys_at[:, None] + slot[None, :] * k_row, mask=dim_ok[:, None] & col_ok[None, :], other=0.0
-        )
+        k_tile = tl.load(keys_at[:, None] + slot[None, :] * k_row, mask=dim_ok[:, None] & col_ok[None, :], other=0.0)
         scores = tl.dot(operand(q_tile), operand(k_tile), input_precision=PRECISION) * scale_log2
         scores = tl.where(col_ok[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weights, 1)
-        v_tile = tl.load(
-            values_at[None, :] + slot[:, None] * v_row, mask=col_ok[:, None] & dim_ok[None, :], other=0.0
-        )
+        v_tile = tl.load(values_at[None, :] + slot[:, None] * v_row, mask=col_ok[:, None] & dim_ok[None, :], other=0.0)
         weights = operand(weights.to(v_tile.dtype))
         acc = tl.dot(weights, operand(v_tile), acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak

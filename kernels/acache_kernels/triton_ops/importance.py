@@ -76,9 +76,7 @@ def affix_lse(
     num_keys = tl.load(item + 3)
     rows = tl.load(item + 4) + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    q_tile, _, head = _query_tile(
-        q, query_rows, first_query, rows, num_rows, kv_head, dims, q_row, q_head, GROUP, D
-    )
+    q_tile, _, head = _query_tile(q, query_rows, first_query, rows, num_rows, kv_head, dims, q_row, q_head, GROUP, D)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, num_keys, BLOCK_N):

@@ -70,8 +70,8 @@ def rebase_kv(
     inv_freq: torch.Tensor,
 ) -> None:
     """See `acache_kernels.rebase.rebase_kv`; the pools of all layers must be laid out alike."""
-    layout = {(p.shape[1:], p.stride(), p.dtype) for p in k_pools}, {(p.shape[1:], p.stride(), p.dtype) for p in v_pools}
-    if any(len(kinds) != 1 for kinds in layout) or k_pools[0].dtype != v_pools[0].dtype:
+    kinds = [{(p.shape[1:], p.stride(), p.dtype) for p in pools} for pools in (k_pools, v_pools)]
+    if any(len(kind) != 1 for kind in kinds) or k_pools[0].dtype != v_pools[0].dtype:
         raise ValueError("the pools of all layers must have the same head shape, strides and dtype")
     k, v = k_pools[0], v_pools[0]
     if k.stride(-1) != 1 or v.stride(-1) != 1 or k.shape[1:] != v.shape[1:]:

@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from acache_kernels import RaggedLayout, get_attention_kernel, rebase_kv
+from acache_kernels.importance import MODES
+from acache_kernels.triton_ops import attention as triton_attention
+from acache_kernels.triton_ops import choose as triton_choose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_references import (
@@ -16,11 +20,6 @@ from kernel_references import (
     reference_rotation,
 )
 from kernel_strategies import attention_cases, choose_cases, importance_cases
-
-from acache_kernels import RaggedLayout, get_attention_kernel, rebase_kv
-from acache_kernels.importance import MODES
-from acache_kernels.triton_ops import attention as triton_attention
-from acache_kernels.triton_ops import choose as triton_choose
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: -inf - -inf in masked lanes
 
@@ -109,9 +108,7 @@ def test_importance_equals_the_reference(case: ImportanceCase, mode: str) -> Non
     st.sampled_from([(32, 16), (40, 16), (48, 24)]),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
-def test_rebase_equals_the_reference(
-    delta: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_rebase_equals_the_reference(delta: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(delta + 100_000)
     k, v = torch.randn(2, 3, 12, heads, dims[0], generator=generator).to(dtype)
     old_k, old_v = k.clone(), v.clone()
