@@ -29,11 +29,12 @@ def server(checkpoint: Callable[[str], Path]) -> Iterator[Server]:
     more = ("--enable-metrics", "--admin-api-key", KEY, "--log-level", "debug", "--max-total-tokens", "4096")
     with serve(model, *flags, *more) as running:
         yield running
+        running.assert_healthy()
 
 
 @pytest.fixture(autouse=True)
 def clean(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test leaves no span behind, and a healthy server."""
+    """Every test leaves no span and no slot behind."""
     yield
     if "server" in request.fixturenames:
         server = request.getfixturevalue("server")
@@ -43,7 +44,6 @@ def clean(request: pytest.FixtureRequest) -> Iterator[None]:
         server.wait_idle()
         assert flush(server).status_code == 200
         assert ask(server, "GET").json()["usage"]["used"] == 0
-        server.assert_healthy()
 
 
 def ask(server: Server, method: str, key: str | None = KEY, **kwargs: Any) -> requests.Response:

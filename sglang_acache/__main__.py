@@ -12,9 +12,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_acache", description="ACache for SGLang")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="print versions, device, registries and hooks; exit 2 on a mismatch")
-    demo = commands.add_parser("demo", help="serve the bundled model, send requests that share text, print what was reused")
-    demo.add_argument("--exit", action="store_true", help="stop the server after the table (default without a terminal)")
-    add_arguments(commands.add_parser("top", help="live view of a running server: requests, reuse, shared spans, slots"))
+    demo = commands.add_parser(
+        "demo", help="serve the bundled model, send requests that share text, print what was reused"
+    )
+    demo.add_argument(
+        "--exit", action="store_true", help="stop the server after the table (default without a terminal)"
+    )
+    add_arguments(commands.add_parser("top", help="live view of a server: requests, reuse, shared spans"))
     arguments = parser.parse_args(argv)
     if arguments.command == "top":
         return run_top(arguments)

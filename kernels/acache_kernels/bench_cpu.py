@@ -89,13 +89,14 @@ def dense_side(
     """SDPA over gathered, contiguous [B, H, n, D] tensors: one call when all shapes are equal, else one each."""
     equal = len(set(load.qo_lens)) == len(set(load.kv_lens)) == 1
     batch = len(load.qo_lens) if equal else 1
-    calls = []
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     row = key = 0
     for n, m in list(zip(load.qo_lens, load.kv_lens, strict=True))[:: batch if equal else 1]:
         rows, part = q[row : row + batch * n], slots[key : key + batch * m]
         row, key = row + batch * n, key + batch * m
         heads = (batch, -1, *q.shape[1:])
-        calls.append([x.view(heads).transpose(1, 2).contiguous() for x in (rows, k[part], v[part])])
+        packed = [x.view(heads).transpose(1, 2).contiguous() for x in (rows, k[part], v[part])]
+        calls.append((packed[0], packed[1], packed[2]))
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: [attend(*call) for call in calls]
 
@@ -150,15 +151,17 @@ def choose_row(rows: int, vocab: int, kind: str, seconds: float) -> str:
 def rebase_row(dtype: torch.dtype, seconds: float) -> str:
     """Against an indexed copy of the same keys and values."""
     layers, heads, dim, count = 8, 12, 64, 512
-    pools = [[torch.randn(4096, heads, dim).to(dtype) for _ in range(layers)] for _ in range(2)]
+    k_pools, v_pools = ([torch.randn(4096, heads, dim).to(dtype) for _ in range(layers)] for _ in range(2))
     src, dst = torch.arange(count), torch.arange(count) + 2048
     inv_freq = 1.0 / 1e4 ** (torch.arange(0, dim, 2).float() / dim)
 
     def copy() -> None:
-        for pool in (*pools[0], *pools[1]):
+        for pool in (*k_pools, *v_pools):
             pool.index_copy_(0, dst, pool.index_select(0, src))
 
-    ours, plain = medians([lambda: rebase_kv(*pools, src, dst, 100, inv_freq=inv_freq, impl="torch"), copy], seconds)
+    ours, plain = medians(
+        [lambda: rebase_kv(k_pools, v_pools, src, dst, 100, inv_freq=inv_freq, impl="torch"), copy], seconds
+    )
     name = str(dtype).removeprefix("torch.")
     return f"| {name} | {ours * 1e3:.2f} | {plain * 1e3:.2f} | {ours / plain:.2f} |"
 

@@ -32,7 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.out is None:
         options.out = Path("results") / options.command
     warnings.filterwarnings("ignore", category=FutureWarning)
-    return int(_module(options.command).run(options))
+    from sglang_acache.bench.server import ServerFailed
+
+    try:
+        return int(_module(options.command).run(options))
+    except ServerFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _module(name: str):  # type: ignore[no-untyped-def]

@@ -95,7 +95,8 @@ def _describe(report: Report, cells: list[Cell]) -> None:
             cell.both.text(3), f"{cell.both.value / BOUND_MS:.0%}",
         ])  # fmt: skip
         if cell.tokens >= BOUNDED_FROM and cell.both.low > BOUND_MS:
-            report.fail(f"{cell.spans} spans, {cell.tokens} tokens, {cell.kind}: {cell.both.text(3)} ms is over {BOUND_MS:g}")
+            what = f"{cell.spans} spans, {cell.tokens} tokens, {cell.kind}"
+            report.fail(f"{what}: {cell.both.text(3)} ms is over {BOUND_MS:g}")
     report.data["cells"] = [vars(cell) for cell in cells]
     lines = []
     for tokens in sorted({cell.tokens for cell in cells}):

@@ -29,8 +29,12 @@ class Cell:
         return paired_ratio(self.ours, self.dense)
 
     @property
+    def milliseconds(self) -> float:
+        return statistics.median(self.ours) * 1e3
+
+    @property
     def nanoseconds_a_pair(self) -> float:
-        return statistics.median(self.ours) * 1e9 / (self.batch * self.queries * self.keys * HEADS)
+        return self.milliseconds * 1e6 / (self.batch * self.queries * self.keys * HEADS)
 
 
 def measure(dtype_name: str, queries: list[int], keys: list[int], batches: list[int], rounds: int) -> list[Cell]:
@@ -62,11 +66,13 @@ def _cell(batch: int, queries: int, keys: int, dtype: Any, rounds: int) -> Cell:
     plan = kernel.plan(
         layout, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=dtype, device=torch.device(device)
     )
-    gathered = [x.view(batch, -1, HEADS, HEAD_DIM).transpose(1, 2).contiguous() for x in (q, k[slots], v[slots])]
+    dense_q, dense_k, dense_v = (
+        x.view(batch, -1, HEADS, HEAD_DIM).transpose(1, 2).contiguous() for x in (q, k[slots], v[slots])
+    )
     cell = Cell(batch, queries, keys, [], [])
     for turn in range(-1, rounds):
         ours = _time(lambda: kernel.run(plan, q, k, v, scale=HEAD_DIM**-0.5, return_lse=False))
-        dense = _time(lambda: torch.nn.functional.scaled_dot_product_attention(*gathered))
+        dense = _time(lambda: torch.nn.functional.scaled_dot_product_attention(dense_q, dense_k, dense_v))
         if turn >= 0:
             cell.ours.append(ours)
             cell.dense.append(dense)
@@ -88,15 +94,17 @@ def describe(dtype: str, cells: list[Cell]) -> tuple[Table, Plot]:
         f"Attention by query and key count, {dtype}",
         ["entries", "queries", "keys", "ms", "ns a pair and head", "time / dense"],
         [
-            [c.batch, c.queries, c.keys, f"{statistics.median(c.ours) * 1e3:.3f}", f"{c.nanoseconds_a_pair:.2f}", c.ratio.text()]
+            [c.batch, c.queries, c.keys, f"{c.milliseconds:.3f}", f"{c.nanoseconds_a_pair:.2f}", c.ratio.text()]
             for c in cells
         ],
-        note="Dense: scaled_dot_product_attention over queries and keys already gathered. Slots are in random order, the "
-        "worst case of a read-slot map.",
+        note="Dense: scaled_dot_product_attention over queries and keys already gathered. Slots are in random order, "
+        "the worst case of a read-slot map.",
     )
     series = []
     for batch, keys in sorted({(cell.batch, cell.keys) for cell in cells}):
         found = [cell for cell in cells if (cell.batch, cell.keys) == (batch, keys)]
         counts = [cell.queries for cell in found]
         series.append(Series(f"{batch} x {keys} keys", counts, [cell.nanoseconds_a_pair for cell in found]))
-    return table, Plot(f"attention-{dtype}", f"Attention cost, {dtype}", "queries an entry", "ns a query-key pair and head", series, True)
+    label = "ns a query-key pair and head"
+    plot = Plot(f"attention-{dtype}", f"Attention cost, {dtype}", "queries an entry", label, series, log_x=True)
+    return table, plot

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from sglang_acache.core.selector import anchor_count
 
@@ -21,9 +21,8 @@ class ModelCost:
     vocab: int
 
     @classmethod
-    def of(cls, folder: str | Path) -> ModelCost:
+    def of(cls, config: Mapping[str, Any]) -> ModelCost:
         """From the ``config.json`` of a LLaDA or Dream checkpoint."""
-        config = json.loads((Path(folder) / "config.json").read_text())
 
         def first(*names: str) -> int:
             return int(next(config[name] for name in names if config.get(name) is not None))

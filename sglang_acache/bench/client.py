@@ -163,8 +163,10 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:
     """Keep the newest state of an answer; SGLang's stream is cumulative."""
-    if "error" in event:
-        answer.error = str(event["error"])[:500]
+    if "error" in event:  # a refused stream has begun with status 200
+        error = event["error"]
+        answer.status = int(error.get("code") or 500) if isinstance(error, dict) else 500
+        answer.error = str(error)[:500]
         return
     answer.meta = event.get("meta_info") or {}
     answer.text = event.get("text") or ""

@@ -33,16 +33,21 @@ class Policy:
 
     selector: str = MAIN
     ratio: float | None = None
+    probe: str = "request"
 
     @property
     def label(self) -> str:
         if self.ratio is None:
             return "full recompute"
-        return "direct reuse" if self.ratio == 0 else f"{self.selector} {self.ratio:g}"
+        if self.ratio == 0:
+            return "direct reuse"
+        return f"{self.selector} {self.ratio:g}" + ("" if self.probe == "request" else f", {self.probe} probe")
 
     @property
     def fields(self) -> dict[str, Any]:
-        return {"enabled": False} if self.ratio is None else {"anchor_ratio": self.ratio, "selector": self.selector}
+        if self.ratio is None:
+            return {"enabled": False}
+        return {"anchor_ratio": self.ratio, "selector": self.selector, "probe": self.probe}
 
 
 FULL, DIRECT = Policy(), Policy(ratio=0.0)
@@ -62,12 +67,15 @@ Scores = dict[str, dict[Policy, Score]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser, model="llada-tiny")
-    parser.add_argument("--task-file", type=Path, help="JSONL of questions; see docs/benchmarks.md (default: the tiny model's)")
+    parser.add_argument("--task-file", type=Path, help="JSONL of questions (default: the tiny model's own)")
     parser.add_argument("--tasks", type=names, default=["hop", "kv"], help="the tiny model's tasks (default: hop,kv)")
     parser.add_argument("--questions", type=int, default=240, help="a position and task (default: %(default)s)")
     parser.add_argument("--ratios", type=numbers, default=[0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0])
     parser.add_argument("--selectors", type=names, default=SELECTORS, help=f"compared with {MAIN} (default: all)")
     parser.add_argument("--selector-ratios", type=numbers, default=[0.1, 0.2, 0.3])
+    parser.add_argument(
+        "--probes", type=names, default=["fused", "remembered"], help="other probes, at the same ratios"
+    )
     parser.add_argument("--block-length", type=int, help="default: 4 for llada-tiny, else the model's")
     parser.add_argument("--threshold", type=float, help="default: one token a step for llada-tiny, else the model's")
     parser.add_argument("--new-tokens", type=int, default=256, help="where the task file says nothing")
@@ -77,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.quick:
         options.questions, options.tasks, options.ratios = 4, ["hop"], [0.0, 0.2, 1.0]
-        options.selectors, options.selector_ratios = ["first"], [0.2]
+        options.selectors, options.selector_ratios, options.probes = ["first"], [0.2], ["fused"]
     report = Report("fidelity", options.out, vars(options))
     policies = [FULL, *(Policy(ratio=ratio) for ratio in options.ratios)]
     policies += [Policy(selector, ratio) for ratio in options.selector_ratios for selector in options.selectors]
+    policies += [Policy(MAIN, ratio, probe) for ratio in options.selector_ratios for probe in options.probes]
     with model_folder(options) as model:
         questions = _questions(options, model)
         flags = ["--enable-acache", "--acache-min-affix-tokens", "1", "--no-acache-discover", *options.server_flags]
@@ -191,12 +200,13 @@ def _describe(report: Report, scores: Scores, policies: list[Policy]) -> None:
     report.data["scores"] = {
         group: {policy.label: asdict(score) for policy, score in found.items()} for group, found in scores.items()
     }
-    ratios = [policy for policy in policies if policy.selector == MAIN and policy.ratio is not None]
+    main = [policy for policy in policies if policy == Policy(MAIN, policy.ratio)]
+    ratios = sorted((policy for policy in main if policy.ratio is not None), key=lambda policy: policy.ratio or 0.0)
     lines, agreements = [], []
     for group, found in scores.items():
         spread = [bootstrap(found[policy].parts, np.mean) for policy in ratios]
         x = [float(policy.ratio or 0) for policy in ratios]
-        lines.append(Series(group, x, *([[100 * getattr(e, k) for e in spread] for k in ("value", "low", "high")])))
+        lines.append(Series.of(group, x, spread, scale=100))
         agreements.append(Series(group, x, [100 * float(np.mean(found[policy].agreement)) for policy in ratios]))
     report.plots += [
         Plot("accuracy", f"Accuracy, selector {MAIN}", "anchor ratio", "questions right, %", lines),
@@ -207,17 +217,24 @@ def _describe(report: Report, scores: Scores, policies: list[Policy]) -> None:
 def _table(group: str, found: dict[Policy, Score]) -> Table:
     table = Table(
         f"{group}, {len(found[FULL].whole)} requests",
-        ["policy", "whole answers right %", "questions right %", "tokens as full recompute %", "recovered of the loss %",
-         "questions, minus attention at the same ratio"],
-        note="Whole answers: Wilson intervals. The rest: bootstrap over requests. Recovered: (policy - direct reuse) / (full "
-        "recompute - direct reuse), of questions right. The last column pairs question by question.",
-    )  # fmt: skip
+        [
+            "policy",
+            "whole answers right %",
+            "questions right %",
+            "tokens as full recompute %",
+            "recovered of the loss %",
+            "questions, minus attention at the same ratio",
+        ],
+        note="Whole answers: Wilson intervals. The rest: bootstrap over requests. Recovered: (policy - direct reuse) / "
+        "(full recompute - direct reuse), of questions right. The last column pairs question by question.",
+    )
     for policy, score in found.items():
         main = found.get(Policy(MAIN, policy.ratio))
-        compared = "" if main is None or policy.selector == MAIN else mean_difference(score.parts, main.parts).text(1, 100)
+        compared = ""
+        if main is not None and policy != main:
+            compared = mean_difference(score.parts, main.parts).text(1, 100)
         regained = "" if DIRECT not in found else recovery(found[FULL], found[DIRECT], score).text(0, 100)
-        table.rows.append([
-            policy.label, wilson(int(sum(score.whole)), len(score.whole)).text(1, 100),
-            bootstrap(score.parts, np.mean).text(1, 100), bootstrap(score.agreement, np.mean).text(1, 100), regained, compared,
-        ])  # fmt: skip
+        whole = wilson(int(sum(score.whole)), len(score.whole)).text(1, 100)
+        parts, same = (bootstrap(found, np.mean).text(1, 100) for found in (score.parts, score.agreement))
+        table.rows.append([policy.label, whole, parts, same, regained, compared])
     return table

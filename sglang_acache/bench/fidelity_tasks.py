@@ -49,18 +49,15 @@ class Question:
 def tiny_questions(count: int, tasks: Sequence[str], encode: Encode, seed: int) -> list[Question]:
     """Held-out requests of ``llada-tiny``'s own tasks, ``count`` a layout and task."""
     questions = []
-    for layout in tiny.LAYOUTS:
-        for kind in tasks:
-            for item in tiny.held_out(seed, count, layout, kind):
+    for at, layout in enumerate(tiny.LAYOUTS):
+        for number, kind in enumerate(tasks):
+            own_seed = (seed * len(tiny.LAYOUTS) + at) * len(tiny.TASKS) + number  # no puzzle is asked twice
+            for item in tiny.held_out(own_seed, count, layout, kind):
                 shift = item.hole if item.right else 0
                 start, stop = item.affix_span
-                parts = tuple(range(1, 2 * tiny.N_SLOTS, 2))
-                questions.append(
-                    Question(
-                        encode(item.left), encode(item.right) if item.right else [], [[start - shift, stop - shift]],
-                        item.answer, parts, f"{layout}, {kind}", item.hole,
-                    )  # fmt: skip
-                )
+                left, right = encode(item.left), encode(item.right) if item.right else []
+                span, parts = [start - shift, stop - shift], tuple(range(1, 2 * tiny.N_SLOTS, 2))
+                questions.append(Question(left, right, [span], item.answer, parts, f"{layout}, {kind}", item.hole))
     return questions
 
 
@@ -89,7 +86,9 @@ def _question(fields: dict[str, Any], encode: Encode, new_tokens: int) -> Questi
     return Question(left_ids, right_ids, spans, answer, parts, group, fields.get("max_new_tokens", new_tokens))
 
 
-def _tokenize(text: str, spans: Sequence[Sequence[int]], base: int, encode: Encode) -> tuple[list[int], list[list[int]]]:
+def _tokenize(
+    text: str, spans: Sequence[Sequence[int]], base: int, encode: Encode
+) -> tuple[list[int], list[list[int]]]:
     """Token ids of one side, each span tokenized on its own so that its tokens are the same in every request."""
     ids: list[int] = []
     found, at = [], 0

@@ -113,7 +113,7 @@ class InProcessScheduler:
 
     def run(self) -> list[Step]:
         """Step until every submitted request is finished."""
-        steps = []
+        steps: list[Step] = []
         while True:
             step = self.step()
             if step is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 RANDOM_MODEL = "random"
 REUSE_FLAGS = ("--enable-acache", "--acache-min-affix-tokens", "16")
@@ -42,15 +44,15 @@ def add_shape(parser: argparse.ArgumentParser, canvas: int = 1024, new_tokens: i
 
 def integers(text: str) -> list[int]:
     """``1,4,16`` as an argparse type."""
-    return [int(item) for item in text.split(",")]
+    return [int(item) for item in text.split(",") if item]
 
 
 def numbers(text: str) -> list[float]:
-    return [float(item) for item in text.split(",")]
+    return [float(item) for item in text.split(",") if item]
 
 
 def names(text: str) -> list[str]:
-    return text.split(",")
+    return [item for item in text.split(",") if item]
 
 
 def dtype_flags(dtype: str) -> list[str]:
@@ -61,9 +63,12 @@ def dtype_flags(dtype: str) -> list[str]:
 def model_folder(options: argparse.Namespace) -> Iterator[str]:
     """What ``--model`` names: a random checkpoint is written for the time of the run."""
     if options.model != RANDOM_MODEL:
-        from sglang_acache.models.names import resolve_model
+        from sglang_acache.models.names import ensure_available, resolve_model
 
-        yield resolve_model(options.model)
+        try:
+            yield ensure_available(resolve_model(options.model))
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from error
         return
     from sglang_acache.bench.random_model import compute_bound_spec, write_checkpoint
 
@@ -72,10 +77,18 @@ def model_folder(options: argparse.Namespace) -> Iterator[str]:
         yield str(write_checkpoint(Path(folder), compute_bound_spec(layers, hidden)))
 
 
+def read_config(model: str) -> dict[str, Any]:
+    """``config.json`` of a folder or hub id."""
+    from transformers.utils import cached_file
+
+    path = Path(model) / "config.json"
+    found = path if path.is_file() else cached_file(model, "config.json")
+    config: dict[str, Any] = json.loads(Path(str(found)).read_text())
+    return config
+
+
 def ordinary_words(model: str) -> int:
     """Ids below this are ordinary tokens of the checkpoint: synthetic prompts are drawn from them."""
-    import json
-
-    config = json.loads((Path(model) / "config.json").read_text())
-    special = [config[name] for name in ("mask_token_id", "eos_token_id", "bos_token_id") if config.get(name) is not None]
-    return max(min([config["vocab_size"], *special]) - 4, 1)
+    config = read_config(model)
+    special = [config.get(name) for name in ("mask_token_id", "eos_token_id", "bos_token_id")]
+    return max(min(config["vocab_size"], *(token for token in special if token is not None)) - 4, 1)

@@ -1,4 +1,4 @@
-"""Random checkpoints in the layouts published for LLaDA and Dream: what speed is measured on where there are no weights.
+"""Random checkpoints in the layouts published for LLaDA and Dream: what speed is measured on without weights.
 
 Weights are drawn so that greedy answers are clear: logits spread enough that confidences fill (0, 1) and argmax
 gaps stand far above float noise, and attention is peaked enough that what a mask becomes depends on its position

@@ -24,10 +24,26 @@ from sglang_acache.bench.options import (
     names,
     numbers,
     ordinary_words,
+    read_config,
 )
 from sglang_acache.bench.report import Plot, Report, Series, Table
 from sglang_acache.bench.stats import Estimate, bootstrap, paired_ratio
 from sglang_acache.bench.workloads import Shape, shared_prompts
+
+COLUMNS = (
+    "share",
+    "ratio",
+    "batch",
+    "full ms",
+    "reused ms",
+    "reduction %",
+    "speed-up",
+    "T/R",
+    "of it",
+    "FLOP bound",
+    "of it",
+    "probe / full start",
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios", type=numbers, default=[0.05, 0.1, 0.2, 0.3, 0.5])
     parser.add_argument("--batches", type=integers, default=[1, 4, 16])
     parser.add_argument("--dtypes", type=names, default=["float32"])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     cases = _cases(options)
     report = Report("recompute", options.out, vars(options))
     with model_folder(options) as model:
-        cost = ModelCost.of(model)
+        cost = ModelCost.of(read_config(model))
         for dtype in options.dtypes:
             slots = 2 * options.canvas * max(options.batches) + 4 * options.canvas
             flags = [*REUSE_FLAGS, "--no-acache-discover", *dtype_flags(dtype), *options.server_flags]
@@ -111,7 +127,7 @@ def _sample(scheduler: InProcessScheduler, plan: Plan, case: Case, out: Samples,
     prompts = shared_prompts(rng, shape, case.batch, words)
     for reused in (False, True) if turn % 2 else (True, False):
         for prompt in prompts:
-            scheduler.submit(prompt, reuse={"anchor_ratio": case.ratio} if reused else None)
+            scheduler.submit(prompt, reuse={"anchor_ratio": case.ratio, "probe": "request"} if reused else None)
         steps = scheduler.run()
         starts, probes = _of(steps, "logit_rows"), _of(steps, "probes")
         if reused:
@@ -128,22 +144,21 @@ def _of(steps: list[Step], kind: str) -> list[Step]:
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
-    """Every share and batch at ratio 0.2 (or the first given), every ratio at 75% (or the last share) and all batches."""
+    """All shares and batches at ratio 0.2 (or the first given); the other ratios at share 75%, smallest batch."""
     ratio = 0.2 if 0.2 in options.ratios else options.ratios[0]
     share = 0.75 if 0.75 in options.shares else options.shares[-1]
     cases = [Case(s, ratio, b) for b in options.batches for s in options.shares]
-    return cases + [Case(share, r, b) for b in options.batches for r in options.ratios if r != ratio]
+    return cases + [Case(share, r, options.batches[0]) for r in options.ratios if r != ratio]
 
 
 def _describe(report: Report, dtype: str, plan: Plan, cost: ModelCost, samples: list[Samples]) -> None:
     table = report.add(
         Table(
             f"Block start, {dtype}, canvas {plan.canvas}",
-            ["share", "ratio", "batch", "full ms", "reused ms", "reduction %", "speed-up", "T/R", "of it", "FLOP bound",
-             "of it", "probe / full start"],
-            note="Intervals: 95%, bootstrap over rounds of the paired ratio. T/R counts rows alone; the FLOP bound counts "
-            "R rows through the linear layers, R x T attention and the same logits.",
-        )  # fmt: skip
+            COLUMNS,
+            note="Intervals: 95%, bootstrap over rounds of the paired ratio. T/R counts rows alone; the FLOP bound "
+            "counts R rows through the linear layers, R x T attention and the same logits.",
+        )
     )
     rows = []
     for case, sample in zip(plan.cases, samples, strict=True):
@@ -181,24 +196,21 @@ def _plots(dtype: str, rows: list[dict[str, Any]]) -> list[Plot]:
     series = []
     for batch in sorted({row["batch"] for row in rows}):
         found = [row for row in rows if row["batch"] == batch and row["ratio"] == main]
-        series.append(_line(f"batch {batch}", [row["share"] for row in found], [row["reduction"] for row in found]))
+        shares = [row["share"] for row in found]
+        series.append(Series.of(f"batch {batch}", shares, [row["reduction"] for row in found], scale=100))
     first = [row for row in rows if row["ratio"] == main and row["batch"] == rows[0]["batch"]]
     for name, key in (("bound: rows", "row_bound"), ("bound: FLOPs", "flop_bound")):
         y = [100 * (1 - 1 / row[key]) for row in first]
         series.append(Series(name, [row["share"] for row in first], y, style="k--" if key == "row_bound" else "k:"))
-    plots = [Plot(f"shares-{dtype}", f"Block-start latency, anchor ratio {main}", "affix share of the canvas",
-                  "reduction, %", series)]  # fmt: skip
+    title = f"Block-start latency, anchor ratio {main}"
+    plots = [Plot(f"shares-{dtype}", title, "affix share of the canvas", "reduction, %", series)]
     at = {row["share"] for row in rows if row["ratio"] != main}
-    found = sorted((row for row in rows if row["share"] in at and row["batch"] == rows[0]["batch"]), key=lambda r: r["ratio"])
+    found = [row for row in rows if row["share"] in at and row["batch"] == rows[0]["batch"]]
+    found.sort(key=lambda row: row["ratio"])
     if len(found) > 1:
         ratios = [row["ratio"] for row in found]
-        lines = [_line("measured", ratios, [row["reduction"] for row in found])]
+        lines = [Series.of("measured", ratios, [row["reduction"] for row in found], scale=100)]
         lines.append(Series("bound: rows", ratios, [100 * (1 - 1 / row["row_bound"]) for row in found], style="k--"))
-        plots.append(Plot(f"ratios-{dtype}", f"Block-start latency at {next(iter(at)):.0%}", "anchor ratio", "reduction, %", lines))
+        title = f"Block-start latency at {next(iter(at)):.0%}"
+        plots.append(Plot(f"ratios-{dtype}", title, "anchor ratio", "reduction, %", lines))
     return plots
-
-
-def _line(label: str, x: list[Any], estimates: list[Estimate]) -> Series:
-    return Series(
-        label, x, [100 * e.value for e in estimates], [100 * e.low for e in estimates], [100 * e.high for e in estimates]
-    )

@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: list[Sequence[Any]] = field(default_factory=list)
+    rows: list[list[Any]] = field(default_factory=list)
     note: str = ""
 
     def markdown(self) -> str:
@@ -47,6 +47,14 @@ class Series:
     high: Sequence[float] | None = None
     style: str = "o-"
 
+    @classmethod
+    def of(cls, label: str, x: Sequence[Any], estimates: Sequence[Estimate], scale: float = 1.0) -> Series:
+        """A line of estimates with their intervals."""
+        value, low, high = (
+            [scale * getattr(estimate, part) for estimate in estimates] for part in ("value", "low", "high")
+        )
+        return cls(label, x, value, low, high)
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -64,7 +72,8 @@ class Report:
     def __init__(self, name: str, folder: Path, parameters: Mapping[str, Any]) -> None:
         self.name = name
         self.folder = folder
-        self.conditions = {**conditions(), "parameters": {k: v for k, v in parameters.items() if k not in ("out", "command")}}
+        shown = {key: value for key, value in parameters.items() if key not in ("out", "command")}
+        self.conditions = {**conditions(), "parameters": shown}
         self.tables: list[Table] = []
         self.plots: list[Plot] = []
         self.data: dict[str, Any] = {}
@@ -85,7 +94,7 @@ class Report:
         content = {
             "benchmark": self.name,
             "conditions": self.conditions,
-            "tables": [{"title": t.title, "columns": list(t.columns), "rows": t.rows, "note": t.note} for t in self.tables],
+            "tables": [asdict(table) for table in self.tables],
             "data": self.data,
             "failures": self.failures,
         }

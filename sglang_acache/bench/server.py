@@ -57,7 +57,7 @@ def serve(
     threads: int = 1,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
-    """A ready server of ``model``; with ``base_url`` the one that runs there, and ``model`` and ``flags`` are unused."""
+    """A ready server of ``model``; with ``base_url`` the one that runs there, whatever ``model`` and ``flags`` say."""
     if base_url is not None:
         yield Target(base_url.rstrip("/"))
         return

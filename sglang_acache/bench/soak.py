@@ -29,6 +29,7 @@ from sglang_acache.bench.stats import percentiles
 TINY = "llada-tiny"
 FAULTS = ("memory leak", "Leak", "Traceback", "double free", "use-after-free", "AssertionError")
 REFUSED = (400, 422)
+CONTEXT = 40  # lines of a fault in the log
 SHOWN = 20  # problems listed in the report
 
 
@@ -54,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="stop after so many (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="stop after so long instead")
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--abort-share", type=float, default=0.2, help="cut off: half by /abort_request, half by disconnecting")
+    parser.add_argument("--abort-share", type=float, default=0.2, help="cut off: half aborted, half disconnected")
     parser.add_argument("--bad-share", type=float, default=0.05)
     parser.add_argument("--affixes", type=int, default=36, help="different shared texts (default: %(default)s)")
     parser.add_argument("--pool", type=int, default=2560, help="K/V slots; small, so that spans get evicted")
     parser.add_argument("--stretch", type=int, default=1_000, help="requests between two idle checks")
-    parser.add_argument("--max-growth-mb", type=float, default=64.0, help="growth of a process after the first third that fails")
+    parser.add_argument("--max-growth-mb", type=float, default=64.0, help="growth of a process that fails the run")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,7 +111,13 @@ async def _learn(client: Client, items: list[Item], tally: Tally) -> None:
 
 
 async def _stretch(
-    client: Client, items: list[Item], tally: Tally, count: int, options: argparse.Namespace, rng: random.Random, progress: Any
+    client: Client,
+    items: list[Item],
+    tally: Tally,
+    count: int,
+    options: argparse.Namespace,
+    rng: random.Random,
+    progress: Any,
 ) -> None:
     waiting = iter(range(count))
 
@@ -225,8 +232,10 @@ def _check_log(target: Target, tally: Tally) -> None:
     if target.log is None:
         return
     lines = target.log.read_text(errors="replace").splitlines()
-    faults = [line for line in lines if any(word in line for word in FAULTS)]
-    tally.problems += [f"log: {line}" for line in faults]
+    at = [number for number, line in enumerate(lines) if any(word in line for word in FAULTS)]
+    if at:
+        report = "\n".join(lines[max(at[0] - 2, 0) : at[0] + CONTEXT])
+        tally.problems.append(f"{len(at)} faults in the server's log, the first:\n{report}")
     if not target.alive:
         tally.problems.append(f"the server died\n{target.log_tail()}")
 
@@ -234,7 +243,7 @@ def _check_log(target: Target, tally: Tally) -> None:
 def _describe(report: Report, tally: Tally, seconds: float, options: argparse.Namespace) -> None:
     kinds = dict.fromkeys(kind for kind, _ in tally.outcomes)
     outcomes = dict.fromkeys(outcome for _, outcome in tally.outcomes)
-    rows = [[kind, *(tally.outcomes[kind, outcome] for outcome in outcomes)] for kind in kinds]
+    rows: list[list[Any]] = [[kind, *(tally.outcomes[kind, outcome] for outcome in outcomes)] for kind in kinds]
     report.add(Table("Requests by what was asked and what happened", ["kind", *outcomes], rows))
     wrong = sum(count for (_, outcome), count in tally.outcomes.items() if outcome == "wrong")
     leaked = max(tally.idle_slots, default=0)

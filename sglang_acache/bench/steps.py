@@ -14,7 +14,16 @@ from sglang_acache.bench import attention_cost
 from sglang_acache.bench.bounds import ModelCost
 from sglang_acache.bench.client import Client, Run, closed_loop
 from sglang_acache.bench.in_process import InProcessScheduler, Step, in_fresh_process
-from sglang_acache.bench.options import add_common, add_shape, dtype_flags, integers, model_folder, names, ordinary_words
+from sglang_acache.bench.options import (
+    add_common,
+    add_shape,
+    dtype_flags,
+    integers,
+    model_folder,
+    names,
+    ordinary_words,
+    read_config,
+)
 from sglang_acache.bench.report import Plot, Report, Series, Table
 from sglang_acache.bench.server import serve
 from sglang_acache.bench.stats import bootstrap, paired_ratio
@@ -56,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--per-step", type=int, default=4, help="tokens committed a step (default: %(default)s)")
     parser.add_argument("--batches", type=integers, default=[1, 4, 16])
     parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,7 +89,7 @@ def _policies(report: Report, options: argparse.Namespace) -> None:
     shape = Shape(options.canvas, 0.0, options.new_tokens, options.block_length, options.per_step).check()
     most = max(options.batches)
     with model_folder(options) as model:
-        cost = ModelCost.of(model)
+        cost = ModelCost.of(read_config(model))
         for dtype in options.dtypes:
             flags = [*dtype_flags(dtype), "--max-total-tokens", str(shape.canvas * (most + 2))]
             flags += ["--max-running-requests", str(most + 1), "--diffusion-step-tokens", str(shape.canvas * most)]
@@ -124,7 +133,7 @@ def _describe_policies(
 ) -> None:
     speed = Table(
         f"Cache policies at fixed steps, {dtype}, canvas {plan.shape.canvas}, {plan.shape.new_tokens} new tokens",
-        ["batch", "policy", "s a batch", "rows forwarded", "speed-up over none", "rows alone", "of it", "FLOPs alone", "of it"],
+        ["batch", "policy", "s a batch", "rows", "speed-up over none", "rows alone", "of it", "FLOPs alone", "of it"],
     )
     outside = Table(
         f"Share of a step outside the model's forward, {dtype}",
@@ -189,8 +198,7 @@ def _concurrency(report: Report, options: argparse.Namespace) -> None:
         )
     )
     report.data["concurrency"] = {str(clients): found for clients, found in rates.items()}
-    ordered = [bootstrap(rates[n]) for n in rates]
-    line = Series("tokens/s", list(rates), [e.value for e in ordered], [e.low for e in ordered], [e.high for e in ordered])
+    line = Series.of("tokens/s", list(rates), [bootstrap(found) for found in rates.values()])
     report.plots.append(Plot("concurrency", "llada-tiny", "clients", "tokens/s", [line]))
 
 

@@ -30,10 +30,13 @@ from sglang_acache.bench.options import (
 from sglang_acache.bench.report import Plot, Report, Series, Table
 from sglang_acache.bench.server import serve
 from sglang_acache.bench.stats import Estimate, bootstrap, paired_ratio, percentiles
-from sglang_acache.bench.workloads import Shape, generate_payload, mixed_prompts, shared_prompts
+from sglang_acache.bench.workloads import Prompt, Shape, generate_payload, mixed_prompts, shared_prompts
 
 WORKLOADS = {"shared": shared_prompts, "mixed": mixed_prompts}
 REUSE = "+acache"
+MOST_REQUESTS = 64
+"""A round of a level sends no more, unless it has more clients."""
+MODES_HELP = f"CACHE, CACHE{REUSE} or CACHE{REUSE}:PROBE; the first is the baseline (default: dual,dual{REUSE})"
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, default=0.2, help="anchor ratio (default: %(default)s)")
     parser.add_argument("--per-step", type=int, default=4, help="tokens committed a step (default: %(default)s)")
     parser.add_argument("--clients", type=integers, default=[1, 4, 16, 64])
-    parser.add_argument("--modes", type=names, default=["dual", "dual" + REUSE], help="the first is the baseline")
-    parser.add_argument("--policies", type=names, default=["none", "prefix", "prefix" + REUSE], help="further modes, see next")
+    parser.add_argument("--modes", type=names, default=["dual", "dual" + REUSE], help=MODES_HELP)
+    further = ["none", "prefix", "prefix" + REUSE]
+    parser.add_argument("--policies", type=names, default=further, help="further modes, for --policy-clients")
     parser.add_argument("--policy-clients", type=int, default=4, help="clients at which --policies run too; 0 = never")
     parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help="of shared, mixed")
     parser.add_argument("--mixed-clients", type=integers, default=[16])
-    parser.add_argument("--load", type=numbers, default=[0.5, 0.9], help="open loop, as parts of the baseline's capacity")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load", type=numbers, default=[0.5, 0.9], help="open loop: parts of the baseline's capacity")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=2, help="requests a client and round (default: %(default)s)")
 
 
@@ -121,22 +125,25 @@ def _closed_levels(options: argparse.Namespace) -> list[Level]:
     if "shared" in options.workloads:
         for clients in options.clients:
             chosen = modes + (tuple(options.policies) if clients == options.policy_clients else ())
-            levels.append(Level("shared", chosen, max(4, options.requests * clients), clients))
+            levels.append(Level("shared", chosen, _count(options, clients), clients))
     if "mixed" in options.workloads:
-        levels += [Level("mixed", modes, max(4, options.requests * clients), clients) for clients in options.mixed_clients]
+        for clients in options.mixed_clients:
+            levels.append(Level("mixed", modes, _count(options, clients), clients))
     return levels
+
+
+def _count(options: argparse.Namespace, clients: int) -> int:
+    return max(4, clients, min(options.requests * clients, MOST_REQUESTS))
 
 
 def _capacity(results: Results, baseline: str) -> float:
     """Requests a second of the baseline at its best level of the shared workload."""
-    rates = [
-        float(np.median(found[baseline].requests_per_second)) for level, found in results.items() if level.workload == "shared"
-    ]
-    return max(rates, default=0.0)
+    shared = [found[baseline] for level, found in results.items() if level.workload == "shared"]
+    return max((float(np.median(samples.requests_per_second)) for samples in shared), default=0.0)
 
 
 def _open_levels(options: argparse.Namespace, capacity: float) -> list[Level]:
-    count = 4 if options.quick else 32
+    count = 4 if options.quick else 24
     return [Level("shared", tuple(options.modes), count, rate=load * capacity) for load in options.load if capacity > 0]
 
 
@@ -151,11 +158,18 @@ async def _run_level(
             prompts = WORKLOADS[level.workload](rng, shape, level.requests, words)
             await _warm(client, [generate_payload(prompt, "dual", {}) for prompt in prompts[:4]])
             for mode in np.roll(level.modes, turn):
-                reuse = {"anchor_ratio": options.ratio} if mode.endswith(REUSE) else None
-                payloads = [generate_payload(prompt, mode.removesuffix(REUSE), reuse) for prompt in prompts]
+                payloads = [_payload(prompt, str(mode), options.ratio) for prompt in prompts]
                 done = await _load(client, level, payloads, options.seed + turn, progress)
                 _add(samples[str(mode)], done)
     return samples
+
+
+def _payload(prompt: Prompt, mode: str, ratio: float) -> Payload:
+    """``CACHE``, ``CACHE+acache`` or ``CACHE+acache:PROBE``."""
+    cache, plus, probe = mode.partition(REUSE)
+    if not plus:
+        return generate_payload(prompt, cache, None)
+    return generate_payload(prompt, cache, {"anchor_ratio": ratio, "probe": probe.removeprefix(":") or "request"})
 
 
 async def _warm(client: Client, payloads: Sequence[Payload]) -> None:
@@ -176,18 +190,17 @@ def _add(samples: Samples, done: Run) -> None:
     samples.latency += [answer.latency for answer in good]
     samples.first_token += [answer.first_token for answer in good if answer.first_token is not None]
     for answer in good:
-        counted, reuse = answer.info("diffusion"), answer.info("acache")
-        samples.rows += counted.get("recompute_tokens", 0)
-        if reuse.get("probe_ms"):
-            samples.rows += counted.get("canvas_tokens", 0) - reuse["affix_tokens"]
+        counted = answer.info("diffusion")
+        samples.rows += counted.get("forwarded_tokens", 0)
         samples.forward_passes += counted.get("forward_passes", 0)
     samples.errors += [f"{answer.status}: {answer.error}" for answer in done.answers if not answer.ok]
 
 
 def _describe(report: Report, results: Results) -> None:
     for workload in dict.fromkeys(level.workload for level in results):
-        for loop in ("closed", "open"):
-            levels = {k: v for k, v in results.items() if k.workload == workload and bool(k.clients) == (loop == "closed")}
+        mine = {level: found for level, found in results.items() if level.workload == workload}
+        for loop, is_closed in (("closed", True), ("open", False)):
+            levels = {level: found for level, found in mine.items() if bool(level.clients) == is_closed}
             if levels:
                 report.add(_table(f"{workload} workload, {loop} loop", levels))
     for level, found in results.items():
@@ -214,11 +227,11 @@ def _table(title: str, levels: Results) -> Table:
             if not samples.latency:
                 continue
             gain: Estimate = paired_ratio(samples.tokens_per_second, base.tokens_per_second)
-            tail = percentiles(samples.latency)["p99"] / percentiles(base.latency)["p99"] if base.latency else float("nan")
+            worst = [percentiles(part.latency).get("p99", float("nan")) for part in (samples, base)]
             table.rows.append([
                 level.name, mode, bootstrap(samples.tokens_per_second).text(1), gain.text(),
-                f"{np.median(samples.requests_per_second):.3g}", _seconds(samples.latency), f"{tail:.2f}",
-                _seconds(samples.first_token), samples.rows // len(samples.latency),
+                f"{np.median(samples.requests_per_second):.3g}", _seconds(samples.latency),
+                f"{worst[0] / worst[1]:.2f}", _seconds(samples.first_token), samples.rows // len(samples.latency),
             ])  # fmt: skip
     return table
 
@@ -236,10 +249,10 @@ def _plots(results: Results) -> list[Plot]:
     rates, tails = [], []
     for mode in modes:
         found = [results[level][mode] for level in levels]
-        spread = [bootstrap(samples.tokens_per_second) for samples in found]
-        rates.append(Series(mode, clients, [e.value for e in spread], [e.low for e in spread], [e.high for e in spread]))
-        tails.append(Series(f"{mode}, p99", clients, [percentiles(s.latency).get("p99", np.nan) for s in found]))
-        tails.append(Series(f"{mode}, p50", clients, [percentiles(s.latency).get("p50", np.nan) for s in found], style="o:"))
+        rates.append(Series.of(mode, clients, [bootstrap(samples.tokens_per_second) for samples in found]))
+        for point, style in (("p99", "o-"), ("p50", "o:")):
+            tail = [percentiles(samples.latency).get(point, np.nan) for samples in found]
+            tails.append(Series(f"{mode}, {point}", clients, tail, style=style))
     return [
         Plot("throughput", "Shared affix, closed loop", "clients", "tokens/s", rates, log_x=True),
         Plot("latency", "Shared affix, closed loop", "clients", "latency, s", tails, log_x=True),

@@ -1,4 +1,4 @@
-"""Synthetic requests of known shape: how much of the canvas is shared, where it stands, how many tokens a step commits."""
+"""Synthetic requests of known shape: how much of the canvas is shared, where, and how many tokens a step commits."""
 
 from __future__ import annotations
 
@@ -96,8 +96,11 @@ def mixed_prompts(rng: np.random.Generator, shape: Shape, count: int, words: int
     return prompts
 
 
-def generate_payload(prompt: Prompt, cache: str, reuse: dict[str, Any] | None, temperature: float = 0.0) -> dict[str, Any]:
-    """The body of a ``/generate`` request. ``reuse``: None switches reuse off, else fields of ``custom_params.acache``."""
+def generate_payload(prompt: Prompt, cache: str, reuse: dict[str, Any] | None) -> dict[str, Any]:
+    """The body of a greedy ``/generate`` request.
+
+    ``reuse``: None switches reuse off, else fields of ``custom_params.acache``.
+    """
     shape = prompt.shape
     custom: dict[str, Any] = {"block_length": shape.block_length, "steps": shape.steps, "cache": cache}
     if prompt.right:
@@ -105,7 +108,7 @@ def generate_payload(prompt: Prompt, cache: str, reuse: dict[str, Any] | None, t
     custom["acache"] = reuse_fields(prompt, reuse)
     sampling = {
         "max_new_tokens": shape.new_tokens,
-        "temperature": temperature,
+        "temperature": 0.0,
         "ignore_eos": True,
         "custom_params": custom,
     }

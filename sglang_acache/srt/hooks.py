@@ -126,6 +126,11 @@ PINS: tuple[Pin, ...] = (
         "the batch of a step",
     ),
     Pin(f"{_SRT}.managers.schedule_batch.Req.update_finish_state", ("self", "new_accepted_len"), "stop conditions"),
+    Pin(
+        f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+        ("self", "can_run_cuda_graph", "running_batch", "num_generated_tokens"),
+        "the periodic log line",
+    ),
     Pin(f"{_SRT}.mem_cache.common.release_kv_cache", ("req", "tree_cache", "checkpoint"), "release of a row"),
     Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.alloc", ("self", "reqs"), "a row a request"),
     Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.write", ("self", "indices", "values"), "the read-slot map"),

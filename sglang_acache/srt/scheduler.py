@@ -152,20 +152,28 @@ class DiffusionScheduler(Scheduler):
             super().process_batch_result_dllm(batch, result)
             return
         assert isinstance(batch, DiffusionBatch)
-        sendable, finished = [], []
+        sendable, finished, generated = [], [], 0
         for request, new_tokens in self.engine.apply(batch.step, result.choices):
             req = request.req
             if new_tokens or req.to_finish:
                 req.update_finish_state(new_accepted_len=new_tokens)
-            self.metrics_reporter.num_generated_tokens += new_tokens
+            generated += new_tokens
             if req.finished():
                 finished.append(request)
             # A request that sent nothing yet and has nothing to send must not be streamed: SGLang emits
             # non-streaming requests at every multiple of 50 tokens, and 0 is one.
             if new_tokens or req.finished():
                 sendable.append(req)
+        self._report(generated)
         self._release(finished)
         self._stream(sendable)
+
+    def _report(self, generated: int) -> None:
+        """SGLang's own periodic log line and load metrics, which count a denoising step as a decode step."""
+        reporter = self.metrics_reporter
+        reporter.num_generated_tokens += generated
+        reporter.forward_ct_decode += 1
+        reporter.report_decode_stats(False, running_batch=self.running_batch, num_generated_tokens=generated)
 
     def _admit(self) -> None:
         """Admit waiting requests in order while slots last; the first that does not fit holds the queue."""
@@ -222,7 +230,8 @@ class DiffusionScheduler(Scheduler):
         for request in finished:
             release_kv_cache(request.req, self.tree_cache, checkpoint=False)
             request.req.time_stats.set_completion_time()
-            log_finished(request)
+            if self.metrics_reporter.is_stats_logging_rank:
+                log_finished(request)
         self.engine.retire(finished)
 
     def _stream(self, reqs: list[Req]) -> None:

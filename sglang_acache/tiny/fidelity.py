@@ -65,9 +65,7 @@ class Cache:
     visible: Tensor
 
 
-def canvases(
-    items: list[task.Item], before: list[int] | None = None, after: list[int] | None = None
-) -> Canvases:
+def canvases(items: list[task.Item], before: list[int] | None = None, after: list[int] | None = None) -> Canvases:
     """`before` and `after` are token ids around the left context, for example a chat template's."""
     before, after = before or [], after or []
     rows = [[*before, *words.encode(i.left), *after, *[MASK] * i.hole, *words.encode(i.right)] for i in items]
@@ -255,9 +253,7 @@ def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def evaluate(
-    model: TinyLLaDA, policy: Policy, layout: str, kind: str, n: int, split: str, hole: int = 12
-) -> Score:
+def evaluate(model: TinyLLaDA, policy: Policy, layout: str, kind: str, n: int, split: str, hole: int = 12) -> Score:
     items = task.held_out(0, n, layout, kind, split, hole)
     return score(decode(model, canvases(items), policy), items)
 

@@ -77,8 +77,11 @@ def draw_shape(rng: random.Random, n_facts: int, n_names: int) -> Shape:
     return Shape(n_facts, n_names, hole, before, after, rng.choice(BLOCK_LENGTHS) or hole)
 
 
-def draw_masks(rng: random.Random, shape: Shape) -> list[float]:
-    """Loss weight of each hole position; 0 means committed (visible)."""
+def draw_masks(rng: random.Random, shape: Shape, untouched: float) -> list[float]:
+    """Loss weight of each hole position; 0 means committed (visible).
+
+    `untouched` is the share of requests, of those met at some block, that are met at the block's first step.
+    """
     kind = rng.random()
     if kind < ALL_MASKED:
         return [1.0] * shape.hole
@@ -87,6 +90,8 @@ def draw_masks(rng: random.Random, shape: Shape) -> list[float]:
         block = shape.block_length
         start = rng.randrange(0, shape.hole if rng.random() < 0.15 else ANSWER, block)
     share, slots_visible = rng.random(), rng.random() < 0.5
+    if untouched and rng.random() < untouched:
+        share, slots_visible = 1.0, False
     for i in range(start, shape.hole):
         if i >= start + block:
             weights[i] = LATER_WEIGHT
@@ -106,7 +111,7 @@ def lay_out_ids(puzzle: task.Puzzle, shape: Shape, layout: str) -> tuple[list[in
     return left + answer + words.encode(item.right), len(left), affix
 
 
-def draw_batch(rng: random.Random, stream: Iterator[task.Puzzle], shape: Shape, size: int) -> Batch:
+def draw_batch(rng: random.Random, stream: Iterator[task.Puzzle], shape: Shape, size: int, untouched: float) -> Batch:
     ids, holes, weights = [], [], []
     probes: dict[str, list[list[bool]]] = {name: [] for name in task.TASKS}
     names: list[tuple[int, int, int, int]] = []  # batch index, position, object, place
@@ -114,7 +119,7 @@ def draw_batch(rng: random.Random, stream: Iterator[task.Puzzle], shape: Shape, 
     for b in range(size):
         puzzle = next(stream)
         canvas, hole, affix = lay_out_ids(puzzle, shape, rng.choice(task.LAYOUTS))
-        masks = draw_masks(rng, shape)
+        masks = draw_masks(rng, shape, untouched)
         name_at = [affix + 1 + task.FACT_WORDS * j + 2 for j in range(shape.n_facts)]
         place_of, facts = dict(puzzle.updates), puzzle.facts
         for j, (thing, name) in enumerate(zip(facts.objects, facts.names, strict=True)):

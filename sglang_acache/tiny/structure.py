@@ -81,9 +81,7 @@ def structure_offsets(model: TinyLLaDA, frames: Frames) -> None:
             block.k_proj.weight[at] = torch.outer(key, frames.shared) * 2**0.5 / frames.shared.shape[0]
 
 
-def structure_matches(
-    block: Block, matches: tuple[Match, ...], frames: Frames, generator: torch.Generator
-) -> None:
+def structure_matches(block: Block, matches: tuple[Match, ...], frames: Frames, generator: torch.Generator) -> None:
     d_head = block.d_head
     for head, match in enumerate(matches):
         at = slice(head * d_head, (head + 1) * d_head)

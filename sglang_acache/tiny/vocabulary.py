@@ -10,8 +10,7 @@ SLOTS = _listed("one two three four five six")
 NAMES = _listed("alice bob carol david emma frank grace henry iris jack karen liam mona noah olive peter")
 
 PLACES = _listed(
-    "kitchen garden cellar attic harbor market library station museum bakery chapel forest "
-    "bridge tower castle school"
+    "kitchen garden cellar attic harbor market library station museum bakery chapel forest bridge tower castle school"
 )
 
 VERBS = _listed(

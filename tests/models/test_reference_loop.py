@@ -215,9 +215,9 @@ def test_output_is_cut_to_what_was_asked():
 # ACache
 
 
-def acache(world, affixes, ratio, left, count, right=(), importance="attention", **changes):
+def acache(world, affixes, ratio, left, count, right=(), selector="attention", **changes):
     region = (len(left), len(left) + count)
-    predictor = ACacheForward(world.model, affixes, ratio, region, shift=world.shift, importance=importance)
+    predictor = ACacheForward(world.model, affixes, ratio, region, shift=world.shift, selector=selector)
     return predictor, generate(predictor, left, count, world.decoding(**changes), right)
 
 
@@ -238,18 +238,18 @@ def test_no_affix_is_the_baseline(world, affixes):
     assert result.canvas == world.generate("dual", left, 16).canvas
 
 
-@pytest.mark.parametrize("importance", ["attention", "attention_affix"])
-def test_anchors_and_what_is_recomputed(world, importance):
+@pytest.mark.parametrize("selector", ["attention", "attention_affix"])
+def test_anchors_and_what_is_recomputed(world, selector):
     left, right = world.text(30), world.text(12, seed=4)
     affixes = [Affix(0, 13), Affix(15, 30), Affix(46, 58)]
-    predictor, result = acache(world, affixes, 0.2, left, 16, right, importance)
+    predictor, result = acache(world, affixes, 0.2, left, 16, right, selector)
     anchors = predictor.selection.anchors
     assert [sum(a.start <= p < a.stop for p in anchors) for a in affixes] == [3, 3, 3]
     outside = {13, 14, *range(30, 46)}
     own = {29} if world.shift else set()  # read by the answer's first token, so never from shared slots
     assert not own & set(anchors)
-    assert set(predictor.recompute.tolist()) == outside | set(anchors) | own
-    if importance == "attention":  # every mask of every layer and head pays 1 over the whole canvas
+    assert predictor.recompute == outside | set(anchors) | own
+    if selector == "attention":  # every mask of every layer and head pays 1 over the whole canvas
         paid = sum(float(score.sum()) for score in predictor.selection.scores)
         assert 0 < paid < world.spec.layers * world.spec.heads * 16
     else:

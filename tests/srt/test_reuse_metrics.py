@@ -37,7 +37,7 @@ class World:
         return self.registry.get_sample_value(name, {"model_name": "m", "tp_rank": "0", **labels})
 
 
-@pytest.fixture()
+@pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
@@ -123,7 +123,7 @@ class TestDocuments:
         panels = [panel for panel in board["panels"] if panel["type"] != "row"]
         assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
         assert all(panel["title"] for panel in board["panels"])
-        assert [variable["type"] for variable in board["templating"]["list"]][0] == "datasource"
+        assert board["templating"]["list"][0]["type"] == "datasource"
         assert all(panel["datasource"]["uid"] == "${datasource}" for panel in panels)
         text = " ".join(target["expr"] for panel in panels for target in panel["targets"])
         used = set(re.findall(r"acache:\w+", text))

@@ -26,7 +26,7 @@ def affixes() -> Affixes:
     return cast(Affixes, SimpleNamespace(tree=tree, discovery=discovery, counters=AffixCounters()))
 
 
-@pytest.fixture()
+@pytest.fixture
 def control() -> SpanControl:
     return SpanControl(affixes(), vocab_limit=1000, context_tokens=400)
 

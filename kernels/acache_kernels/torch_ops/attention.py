@@ -1,4 +1,4 @@
-"""Paged attention in plain torch and, for few queries on CPUs, a C++ kernel: two kinds of work in one plan.
+"""Paged attention in plain torch and, on CPUs, a C++ kernel: two kinds of work in one plan.
 
 `Tasks` (native.py, where it serves): requests of up to `native_rows` packed rows. Keys and values are read where
 they lie in the pool.
@@ -21,7 +21,7 @@ import torch
 
 from acache_kernels.attention import AttentionKernel, check_heads, check_run_shapes
 from acache_kernels.layout import RaggedLayout
-from acache_kernels.torch_ops.native import TILE_ROWS, NativeAttention, load_native
+from acache_kernels.torch_ops.native import TASK_ROWS, NativeAttention, load_native
 
 GATHER_BYTES = 1 << 19
 """Most bytes of keys gathered for one call: keys and values together then stay within a core's L2 cache."""
@@ -50,9 +50,9 @@ class TorchPlan:
     calls: tuple[Call, ...]
 
 
-def native_rows(head_dim: int) -> int:
+def native_rows(head_dim: int, dtype: torch.dtype) -> int:
     """Packed rows (query x head of the group) of a request up to which the C++ kernel is the faster one."""
-    return 1024 if head_dim <= 32 else 128
+    return 1 << 62 if head_dim <= 32 or dtype == torch.bfloat16 else 512
 
 
 class TorchAttention(AttentionKernel):
@@ -83,7 +83,7 @@ class TorchAttention(AttentionKernel):
         rows = layout.qo_lens * group
         few = np.zeros(len(rows), dtype=bool)
         if self._native and self._native.serves(head_dim, dtype) and layout.device.type == "cpu":
-            few = (rows > 0) & (rows <= native_rows(head_dim))
+            few = (rows > 0) & (rows <= native_rows(head_dim, dtype))
         tasks = planner.tasks(np.flatnonzero(few), rows) if few.any() else None
         calls = planner.calls(np.flatnonzero(~few & (rows > 0)))
         heads = (num_q_heads, num_kv_heads, head_dim)
@@ -168,9 +168,9 @@ class _Planner:
 
     def tasks(self, requests: npt.NDArray[np.int64], packed_rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Tasks of the C++ kernel, int64 [T, TASK_FIELDS], the longest first to balance threads."""
-        counts = -(-packed_rows[requests] // TILE_ROWS)
+        counts = -(-packed_rows[requests] // TASK_ROWS)
         owner = np.repeat(requests, counts)
-        tile = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_ROWS
+        tile = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * TASK_ROWS
         keys = self._layout.kv_lens[owner]
         columns = (self._row_start[owner], packed_rows[owner], tile, self._key_start[owner], keys)
         table = np.stack(columns, axis=1)

@@ -1,9 +1,10 @@
-// Paged attention for few queries on CPUs: reads keys and values where they lie in the pool, no gathered copy.
+// Paged attention on CPUs: reads keys and values where they lie in the pool, no gathered copy.
 //
-// A task is up to LANES packed rows (query x head of the group) of one request. Lanes of a vector are rows, so
-// scores of a key, the running maximum, the sum and the exponentials of all rows are plain vertical operations:
+// A task is up to TASK_ROWS packed rows (query x head of the group) of one request, in tiles of up to 32. Lanes of a
+// vector are rows, so scores of a key, the running maximum, the sum and the exponentials of all rows are plain
+// vertical operations. A tile holds:
 //
-//   queries  [D][LANES]      transposed once per task, scaled to base 2
+//   queries  [D][LANES]      transposed once, scaled to base 2
 //   block    [BLOCK][D]      float32 copy of the next keys, then of their values: stays in the L1 cache
 //   scores   [BLOCK][LANES]  scores, then weights
 //   acc      [LANES][D]      output rows, lanes of a vector are dimensions here
@@ -17,6 +18,7 @@
 namespace {
 
 constexpr int BLOCK = 48;  // keys; a multiple of every KEYS below
+constexpr int TASK_ROWS = 256;  // as in native.py
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 template <int W> struct Vec {
@@ -36,7 +38,7 @@ struct Step {
 };
 
 struct Task {
-    int64_t first_query, num_rows, tile, first_key, num_keys;
+    int64_t first_query, num_rows, tile, first_key, num_keys;  // see TASK_FIELDS in native.py
 };
 
 template <int W> inline typename Vec<W>::F load(const float* p) { return *(const typename Vec<W>::F*)p; }
@@ -208,17 +210,21 @@ template <class T, int D, int W, int N> void attend(const Step& s, const Task& t
     }
 }
 
-template <class T, int D> void run_task(const Step& s, const Task& t, int kv_head) {
-    const int64_t rows = t.num_rows - t.tile;
-    if (rows <= 8)
-        attend<T, D, 8, 1>(s, t, kv_head);
-    else if (rows <= 16)
-        attend<T, D, 16, 1>(s, t, kv_head);
-    else
-        attend<T, D, 16, 2>(s, t, kv_head);
+// The tiles of a task follow each other, so that all but the first find the keys and values in the L2 cache.
+template <class T, int D> void run_task(const Step& s, Task t, int kv_head) {
+    const int64_t end = t.tile + TASK_ROWS < t.num_rows ? t.tile + TASK_ROWS : t.num_rows;
+    for (; t.tile < end; t.tile += 32) {
+        const int64_t rows = end - t.tile;
+        if (rows <= 8)
+            attend<T, D, 8, 1>(s, t, kv_head);
+        else if (rows <= 16)
+            attend<T, D, 16, 1>(s, t, kv_head);
+        else
+            attend<T, D, 16, 2>(s, t, kv_head);
+    }
 }
 
-template <class T> auto task_runner(int head_dim) -> void (*)(const Step&, const Task&, int) {
+template <class T> auto task_runner(int head_dim) -> void (*)(const Step&, Task, int) {
     switch (head_dim) {
         case 32: return run_task<T, 32>;
         case 64: return run_task<T, 64>;

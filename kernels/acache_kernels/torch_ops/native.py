@@ -1,4 +1,4 @@
-"""The C++ attention for few queries: compiled for this machine at first use, kept in a cache, optional.
+"""The C++ attention for CPUs: compiled for this machine at first use, kept in a cache, optional.
 
 Without a C++ compiler, or with ACACHE_KERNELS_NATIVE=0, `load_native` returns None and plain torch serves.
 """
@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-shared")
 HEAD_DIMS = (32, 64, 80, 96, 128)
 DTYPES = (torch.float32, torch.bfloat16)
-TILE_ROWS = 32
+TASK_ROWS = 256
 """Packed rows (query x head of the group) of a task."""
 TASK_FIELDS = 5  # first query, packed rows of the request, first packed row, first key, keys
 
