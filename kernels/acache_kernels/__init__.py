@@ -1,12 +1,12 @@
 """The tensor operations of the affix cache, each behind one signature with interchangeable implementations.
 
-| operation                 | function                | implementations              |
-|---------------------------|-------------------------|------------------------------|
-| paged full attention      | `get_attention_kernel`  | `torch`, `triton`, `flashinfer` |
-| affix importance          | `accumulate_importance` | `torch`, `triton`            |
-| copy KV to other positions| `rebase_kv`             | `torch`, `triton`            |
-| choose a token per row    | `choose_tokens`         | `torch`, `triton`            |
-| store KV                  | `store_kv`              | `torch`                      |
+| operation                  | function                | implementations                 |
+|----------------------------|-------------------------|---------------------------------|
+| paged full attention       | `get_attention_kernel`  | `torch`, `triton`, `flashinfer` |
+| affix importance           | `accumulate_importance` | `torch`, `triton`               |
+| copy KV to other positions | `rebase_kv`             | `torch`, `triton`               |
+| choose a token per row     | `choose_tokens`         | `torch`, `triton`               |
+| store KV                   | `store_kv`              | `torch`                         |
 
 Importing this package imports torch and nothing else; Triton and FlashInfer are imported by the implementations
 that need them, when they are first asked for. Nothing here knows about a server.

@@ -60,13 +60,14 @@ class Run:
 class Client:
     """Use as ``async with Client(url) as client``."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, keep_alive: bool = True) -> None:
         self.url = url
+        self.keep_alive = keep_alive
 
     async def __aenter__(self) -> Client:
         self.session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=not self.keep_alive),
             read_bufsize=READ_BYTES,
         )
         return self

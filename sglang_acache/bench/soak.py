@@ -29,7 +29,11 @@ from sglang_acache.bench.stats import percentiles
 TINY = "llada-tiny"
 FAULTS = ("memory leak", "Leak", "Traceback", "double free", "use-after-free", "AssertionError")
 REFUSED = (400, 422)
-CONTEXT = 40  # lines of a fault in the log
+KNOWN_FAULT = "'GenerateReqInput' object has no attribute 'is_single'"
+"""SGLang's own: a streamed request that is refused before it is normalised has nothing to abort, and its clean-up
+fails. It then closes the connection, so that a client which keeps it alive loses its next request: the soak makes a
+connection for each request. Counted, not held against the run."""
+CONTEXT = 16  # lines of a traceback that are shown
 SHOWN = 20  # problems listed in the report
 
 
@@ -44,6 +48,7 @@ class Tally:
     memory: list[dict[str, float]] = field(default_factory=list)
     idle_slots: list[int] = field(default_factory=list)
     sent: int = 0
+    known_faults: int = 0
 
     def wrong(self, kind: str, problem: str) -> None:
         self.outcomes[kind, "wrong"] += 1
@@ -86,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _soak(target: Target, items: list[Item], options: argparse.Namespace) -> Tally:
     tally, rng = Tally(), random.Random(options.seed)
-    async with Client(target.url) as client:
+    async with Client(target.url, keep_alive=False) as client:
         await _learn(client, items, tally)
         deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
         total = options.requests if deadline is None else None
@@ -233,11 +238,20 @@ def _check_log(target: Target, tally: Tally) -> None:
         return
     lines = target.log.read_text(errors="replace").splitlines()
     at = [number for number, line in enumerate(lines) if any(word in line for word in FAULTS)]
-    if at:
-        report = "\n".join(lines[max(at[0] - 2, 0) : at[0] + CONTEXT])
-        tally.problems.append(f"{len(at)} faults in the server's log, the first:\n{report}")
+    faults = [text for text in (fault(lines, number) for number in at) if KNOWN_FAULT not in text[-1]]
+    tally.known_faults = len(at) - len(faults)
+    if faults:
+        tally.problems.append(f"{len(faults)} faults in the server's log, the first:\n" + "\n".join(faults[0]))
     if not target.alive:
         tally.problems.append(f"the server died\n{target.log_tail()}")
+
+
+def fault(lines: list[str], at: int) -> list[str]:
+    """The lines around number ``at``; of a traceback its last calls and the exception."""
+    end = at + 1
+    while end < len(lines) and lines[end].startswith(" "):
+        end += 1
+    return [*lines[max(at - 2, 0) : at + 1], *lines[max(end - CONTEXT, at + 1) : end + 1]]
 
 
 def _describe(report: Report, tally: Tally, seconds: float, options: argparse.Namespace) -> None:
@@ -253,6 +267,7 @@ def _describe(report: Report, tally: Tally, seconds: float, options: argparse.Na
     rows = [
         ["requests sent", tally.sent], ["refused", refused], ["wrong", wrong], ["slots leaked", leaked],
         ["requests a second", f"{done / seconds:.1f}"], ["latency, s", latency],
+        ["known faults of SGLang's own in the log", tally.known_faults],
         ["flushes while busy, by status", dict(tally.flushes)], ["idle checks", len(tally.idle_slots) // 2],
     ]  # fmt: skip
     report.add(Table("Summary", ["", "count"], rows))

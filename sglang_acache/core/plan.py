@@ -131,7 +131,8 @@ def within_budget(requests: Sequence[DiffusionRequest], budget: int, spent: int 
     """Requests that take part in a step of about ``budget`` forwarded tokens, ``spent`` of them already.
 
     ``requests`` come longest waiting first. Steps inside a block go while they fit; then the longest waiting block
-    start goes whatever its size, so that nothing waits for ever, and further ones while they fit.
+    start goes whatever its size, and further ones while they fit. The longest waiting request of all always goes, so
+    that nothing waits for ever.
     """
     chosen: list[DiffusionRequest] = []
     starts = [request for request in requests if request.at_block_start]
@@ -139,7 +140,7 @@ def within_budget(requests: Sequence[DiffusionRequest], budget: int, spent: int 
         if request.at_block_start:
             continue
         size = len(request.query_positions())
-        if spent + size <= budget or not (chosen or starts):
+        if spent + size <= budget or request is requests[0]:
             chosen.append(request)
             spent += size
     for request in starts:

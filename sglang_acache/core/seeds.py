@@ -12,10 +12,11 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def row_seeds(seed: int, positions: np.ndarray, step: int) -> np.ndarray:
-    """int64 ``[M]``: splitmix64 of (request seed, position, denoising step of the request)."""
+    """int64 ``[M]``: splitmix64 of (request seed, denoising step of the request, position)."""
     with np.errstate(over="ignore"):
-        base = _splitmix(np.uint64(seed & (2**64 - 1)) + np.uint64(step) * _GOLDEN)
-        return _splitmix(base ^ _splitmix(positions.astype(np.uint64) + _GOLDEN)).view(np.int64)
+        # Nested, one hash for each: a sum or an xor of hashes would give seed a, position b what b, a gets.
+        base = _splitmix(_splitmix(np.uint64(seed & (2**64 - 1))) ^ np.uint64(step))
+        return _splitmix(base ^ positions.astype(np.uint64)).view(np.int64)
 
 
 def seed_from_text(text: str) -> int:

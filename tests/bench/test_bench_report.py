@@ -47,3 +47,13 @@ def test_every_subcommand_explains_itself(name: str, capsys: pytest.CaptureFixtu
         command.main([name, "--help"])
     assert ended.value.code == 0
     assert "--quick" in capsys.readouterr().out
+
+
+def test_a_fault_is_shown_with_its_exception() -> None:
+    from sglang_acache.bench.soak import fault
+
+    lines = ["fine", "ERROR", "Traceback (most recent call last):", *["  call"] * 50, "KeyError: 'x'", "fine"]
+    shown = fault(lines, 2)
+    assert shown[:3] == ["fine", "ERROR", "Traceback (most recent call last):"]
+    assert shown[-1] == "KeyError: 'x'"
+    assert len(shown) < 25

@@ -24,7 +24,7 @@ from kernel_strategies import attention_cases, choose_cases, importance_cases
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: -inf - -inf in masked lanes
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(attention_cases(largest=40, dims=(32, 48, 80)))
 def test_attention_equals_the_reference(case: AttentionCase) -> None:
     check_attention(case, "triton")
@@ -126,7 +126,7 @@ def test_rebase_equals_the_reference(delta: int, heads: int, dims: tuple[int, in
     assert torch.equal(v[:, untouched], old_v[:, untouched])
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(choose_cases(most_rows=4, most_ids=40), st.booleans())
 def test_choice_equals_the_reference_and_torch(case: ChooseCase, many_chunks: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
