@@ -10,7 +10,7 @@ import sglang
 from sglang_acache.tiny import task
 
 REQUESTS = 8
-ANSWER = {"max_new_tokens": 12, "temperature": 0, "custom_params": {"block_length": 4}}
+ANSWER: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "custom_params": {"block_length": 4}}
 
 
 def ask(engine: Any, item: task.Item) -> str:

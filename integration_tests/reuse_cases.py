@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import requests
 
 from integration_tests.conftest import ALL_KINDS
 from integration_tests.oracle.cached_transformer import CachedTransformer
@@ -15,7 +17,7 @@ from integration_tests.oracle.reference_acache import ACacheForward, Affix
 from integration_tests.oracle.reference_loop import Decoding, Result, generate, predictor_for
 from integration_tests.oracle.transformers_oracle import TransformersOracle
 from integration_tests.prompts import prompt_ids
-from integration_tests.server import Server
+from integration_tests.server import REQUEST_TIMEOUT_S, Server
 from integration_tests.test_exactness import DEFAULT_RULE, END_TOKENS
 
 CLEAR = 1e-5
@@ -37,7 +39,8 @@ PLAIN_ACCOUNT = {
 class Case:
     """One request: prompt, hole and suffix; the spans it reads, as offsets in prompt + suffix; its parameters.
 
-    ``named``: the request names its spans; otherwise the server has to find them.
+    ``named``: the request names its spans; otherwise the server has to find them. ``ignore_eos``: the answer has
+    all its tokens (the reference knows no such thing).
     """
 
     left: Sequence[int]
@@ -47,10 +50,12 @@ class Case:
     params: dict[str, Any] = field(default_factory=dict)
     acache: dict[str, Any] = field(default_factory=dict)
     named: bool = True
+    ignore_eos: bool = False
 
     @property
     def decoding(self) -> dict[str, Any]:
-        return {"block_length": 8, "threshold": 0.6, **self.params}
+        schedule = {} if self.params.keys() & {"steps", "factor"} else {"threshold": 0.6}
+        return {"block_length": 8, **schedule, **self.params}
 
     @property
     def hole(self) -> int:
@@ -81,6 +86,7 @@ class Case:
             "max_new_tokens": self.new_tokens,
             "temperature": 0,
             "no_stop_trim": True,
+            "ignore_eos": self.ignore_eos,
             "custom_params": custom,
         }
         return {"input_ids": list(self.left), "sampling_params": sampling, **fields}
@@ -164,7 +170,8 @@ class ReuseReference:
                 vocab_size=self.vocab_size,
                 block_length=how["block_length"],
                 steps=how.get("steps"),
-                threshold=how["threshold"] if "steps" not in how else None,
+                threshold=how.get("threshold"),
+                factor=how.get("factor"),
                 rule=DEFAULT_RULE[self.kind],
                 shift=self.shift,
                 eos_ids=END_TOKENS[self.spec.architecture](self.spec),
@@ -223,14 +230,11 @@ def declare(server: Server, **fields: Any) -> None:
 
 
 def forget(server: Server, name: str) -> None:
-    import requests
+    response = requests.delete(f"{server.url}/acache/spans", params={"name": name}, timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == 200, response.text
 
-    assert requests.delete(f"{server.url}/acache/spans", params={"name": name}, timeout=60).status_code == 200
 
-
-def document_case(
-    document: Sequence[int], before: int, after: int, *, seed: int, **changes: Any
-) -> Case:
+def document_case(document: Sequence[int], before: int, after: int, *, seed: int, **changes: Any) -> Case:
     """A request of ``before`` tokens, the document, and ``after`` tokens; it reads the document."""
     left = [*prompt_ids(before, seed=seed), *document, *prompt_ids(after, seed=seed + 1)]
-    return Case(left, spans=(Affix(before, before + len(document)),), **changes)
+    return replace(Case(left, spans=(Affix(before, before + len(document)),)), **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0  # generous: the two cores of a test machine are often shared
 REQUEST_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+
+_PR_SET_PDEATHSIG = 1
 
 MEMORY_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -105,7 +108,12 @@ def serve(model: str | Path, *flags: str, env: Mapping[str, str] | None = None) 
         command = launch_command(str(model), "--host", HOST, "--port", str(port), *flags)
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=server_environment(env), start_new_session=True
+                command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=server_environment(env),
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         server = Server(f"http://{HOST}:{port}", log, process)
         try:
@@ -119,10 +127,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """End a server that was started as the leader of a process group of its own, and everything it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(STOP_TIMEOUT_S)
 
@@ -142,6 +148,12 @@ def sse_events(response: requests.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
         if line.startswith(b"data: ") and line != b"data: [DONE]":
             yield json.loads(line.removeprefix(b"data: "))
+
+
+def _end_with_parent() -> None:
+    """In the new process: be ended when the test run is, even if that was killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(server: Server) -> None:

@@ -35,7 +35,7 @@ from integration_tests.server import REQUEST_TIMEOUT_S, Server, sse_events
 from integration_tests.test_acache_exactness import LAYOUTS, POLICIES, cases_of
 
 DOCUMENT = prompt_ids(100, seed=500)
-SLOW = {"steps": 192, "threshold": None, "cache": "none"}
+SLOW = {"steps": 192, "cache": "none"}
 """With 192 new tokens: as many forwards of the recompute set, time to do something to the request."""
 
 
@@ -178,7 +178,8 @@ class TestIndependence:
 
 
 def slow_case(index: int, **changes: Any) -> Case:
-    return document_case(DOCUMENT, index, 4, seed=800 + index, **{"new_tokens": 192, "params": SLOW, **changes})
+    fields = {"new_tokens": 192, "params": SLOW, "ignore_eos": True, **changes}
+    return document_case(DOCUMENT, index, 4, seed=800 + index, **fields)
 
 
 @contextlib.contextmanager
@@ -265,7 +266,7 @@ class TestDepartures:
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
     def test_pause(self, server: Server, mode: str) -> None:
         """Requests that SGLang puts back in the queue give up what they read, and read it again."""
-        cases = [slow_case(index, new_tokens=64, params={"steps": 64}) for index in range(4)]
+        cases = [slow_case(index, new_tokens=64, params={"steps": 64, "cache": "none"}) for index in range(4)]
         with ThreadPoolExecutor(len(cases)) as pool:
             pending = [pool.submit(ask, server, case) for case in cases]
             for _ in range(3):
@@ -281,7 +282,7 @@ def test_time_outs(impatient: Server) -> None:
     """The server itself ends what runs for too long."""
     quick = slow_case(3, new_tokens=8, params={})
     alone = ask(impatient, quick)["output_ids"]
-    endless = {"steps": 2048, "threshold": None, "cache": "none"}
+    endless = {"steps": 2048, "cache": "none"}
     cases = [slow_case(index, new_tokens=800, params=endless) for index in range(4)]
     with ThreadPoolExecutor(len(cases)) as pool:
         answers = list(pool.map(lambda case: impatient.post("/generate", case.body()), cases))
@@ -296,13 +297,14 @@ class TestMemory:
     @pytest.mark.parametrize(("ratio", "acache"), [(0.2, {}), (0.5, {"selector": "attention_affix"})])
     def test_sixteen_requests_over_one_prefix(self, server: Server, ratio: float, acache: dict[str, Any]) -> None:
         """Each request holds r L + (T - L) slots of its own, and all of them together L shared ones."""
-        prefix, own, hole = prompt_ids(120, seed=900), 8, 64
+        prefix, own, hole = prompt_ids(120, seed=900), 8, 96
         cases = [
             Case(
                 [*prefix, *prompt_ids(own, seed=901 + index)],
                 spans=(Affix(0, len(prefix)),),
                 new_tokens=hole,
-                params={"steps": hole, "threshold": None},
+                params={"steps": hole, "cache": "none"},
+                ignore_eos=True,
                 acache={"anchor_ratio": ratio, **acache},
             )
             for index in range(16)

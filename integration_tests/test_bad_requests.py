@@ -16,7 +16,7 @@ from integration_tests.server import Server
 GOOD = {"max_new_tokens": 8, "temperature": 0, "custom_params": {"block_length": 8}}
 
 
-@pytest.fixture()
+@pytest.fixture
 def serving(llada: Server) -> Iterator[Server]:
     """The server, which must answer as before when the test is over."""
     before = llada.generate(prompt(9), **GOOD)["output_ids"]

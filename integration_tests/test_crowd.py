@@ -71,7 +71,8 @@ def test_sixty_four_mixed_requests(llada: Server) -> None:
 def test_waiting_requests_can_be_aborted(llada: Server) -> None:
     """More than the K/V pool and the request limit hold: the rest waits, and everything is aborted at once."""
     with ThreadPoolExecutor(64) as pool:
-        pending = [pool.submit(llada.post, "/generate", {**body(index), "rid": f"waiting-{index}"}) for index in range(64)]
+        bodies = [{**body(index), "rid": f"waiting-{index}"} for index in range(64)]
+        pending = [pool.submit(llada.post, "/generate", one) for one in bodies]
         llada.post("/abort_request", {"abort_all": True})
         responses = [one.result() for one in pending]
     assert all(response.status_code in (200, 503) for response in responses)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_batch_gives_what_single_calls_give(outcome: dict[str, Any]) -> None:
 
 def test_a_stream_grows_to_the_answer(outcome: dict[str, Any]) -> None:
     stream = outcome["stream"]
-    assert all(later.startswith(earlier) for earlier, later in zip(stream, stream[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(stream))
     assert stream[-1] == outcome["batch"][0]
 
 

@@ -11,7 +11,7 @@ from integration_tests.prompts import prompt
 from integration_tests.server import Server
 
 
-@pytest.fixture()
+@pytest.fixture
 def backend(llada: Server) -> Any:
     return sglang.RuntimeEndpoint(llada.url)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_token_ids_and_text_are_the_same_prompt(llada: Server) -> None:
 
 def test_a_list_of_prompts_with_parameters_of_their_own(llada: Server) -> None:
     texts = [prompt(9, seed=4), prompt(30, seed=5)]
-    sampling = [
+    sampling: list[dict[str, Any]] = [
         {"max_new_tokens": 8, "temperature": 0},
         {"max_new_tokens": 5, "temperature": 0, "custom_params": {"block_length": 4, "steps": 2}},
     ]
@@ -75,7 +76,8 @@ def test_no_new_tokens(llada: Server) -> None:
 
 
 def stream(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    response = requests.post(server.url + "/generate", json={**body, "stream": True}, stream=True, timeout=REQUEST_TIMEOUT_S)
+    streamed = {**body, "stream": True}
+    response = requests.post(server.url + "/generate", json=streamed, stream=True, timeout=REQUEST_TIMEOUT_S)
     return list(sse_events(response))
 
 
@@ -87,12 +89,12 @@ def stream(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_stream_grows_and_never_takes_back(llada: Server, params: dict[str, Any]) -> None:
     sampling = {"max_new_tokens": 48, "temperature": 0, "custom_params": params}
     body = {"text": prompt(20, seed=7), "sampling_params": sampling}
-    whole = llada.generate(body["text"], **sampling)
+    whole = llada.generate(prompt(20, seed=7), **sampling)
     events = stream(llada, body)
     assert len(events) > 1
     for key in ("text", "output_ids"):
         parts = [event[key] for event in events]
-        assert all(later[: len(earlier)] == earlier for earlier, later in zip(parts, parts[1:], strict=False))
+        assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(parts))
         assert parts[-1] == whole[key]
     lengths = [len(event["output_ids"]) for event in events]
     assert min(lengths) > 0
@@ -102,7 +104,7 @@ def test_a_stream_grows_and_never_takes_back(llada: Server, params: dict[str, An
 def test_a_streamed_answer_ends_where_it_would(llada: Server) -> None:
     sampling = {"max_new_tokens": 64, "temperature": 0, "custom_params": ENDING}
     body = {"text": prompt(23, seed=1), "sampling_params": sampling}
-    whole, events = llada.generate(body["text"], **sampling), stream(llada, body)
+    whole, events = llada.generate(prompt(23, seed=1), **sampling), stream(llada, body)
     assert events[-1]["text"] == whole["text"]
     assert not any("<|" in event["text"] for event in events)
 
@@ -229,7 +231,7 @@ def test_logprobs_are_those_of_the_committing_step(llada: Server, oracle: Transf
 def test_logprobs_of_some_requests_of_a_batch(llada: Server) -> None:
     def ask(wanted: int) -> dict[str, Any]:
         sampling = {"max_new_tokens": 24, "temperature": 0, "custom_params": {"block_length": 8}}
-        body = {"text": prompt(20, seed=11), "sampling_params": sampling}
+        body: dict[str, Any] = {"text": prompt(20, seed=11), "sampling_params": sampling}
         if wanted:
             body |= {"return_logprob": True, "top_logprobs_num": wanted}
         return dict(llada.post("/generate", body).json())

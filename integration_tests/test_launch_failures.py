@@ -71,7 +71,9 @@ def outcomes(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     return [(result["rc"], result["err"]) for result in json.loads(run.stdout)]
 
 
-@pytest.mark.parametrize("index", range(len(REFUSALS)), ids=lambda i: " ".join(REFUSALS[i].arguments) or REFUSALS[i].model)
+@pytest.mark.parametrize(
+    "index", range(len(REFUSALS)), ids=[" ".join(one.arguments) or one.model for one in REFUSALS]
+)
 def test_refused_with_one_clear_error(outcomes: list[tuple[int, str]], index: int) -> None:
     code, output = outcomes[index]
     assert code == 2, output

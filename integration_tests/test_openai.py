@@ -13,7 +13,7 @@ from integration_tests.server import Server
 BLOCKS = {"custom_params": {"block_length": 8}}
 
 
-@pytest.fixture()
+@pytest.fixture
 def client(llada: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=llada.url + "/v1", api_key="none", max_retries=0)
 

@@ -26,8 +26,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 def answers(server: Server) -> list[Any]:
     """Everything a client can see of a few requests, but for times and ids; the second round hits the prefix cache."""
+    logprobs = {"return_logprob": True, "logprob_start_len": 0}
     bodies = [
-        {"input_ids": prompt_ids(length, seed=length), "return_logprob": True, "logprob_start_len": 0, "sampling_params": one}
+        {"input_ids": prompt_ids(length, seed=length), "sampling_params": one, **logprobs}
         for length in (5, 40, 300)
         for one in SAMPLING
     ]

@@ -99,7 +99,7 @@ def test_abort_all(llada: Server) -> None:
 
 
 def test_a_client_that_hangs_up_frees_its_slots(llada: Server) -> None:
-    body = {"text": prompt(10), "sampling_params": SLOW, "stream": True}
+    body: dict[str, Any] = {"text": prompt(10), "sampling_params": SLOW, "stream": True}
     with requests.post(llada.url + "/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
         next(sse_events(response))
     llada.assert_healthy()

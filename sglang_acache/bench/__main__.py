@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ SUBCOMMANDS = {
     "kv": "peak K/V slots with and without reuse, against the formula",
     "fidelity": "accuracy and agreement with full recompute by ratio, selector and position",
     "admission": "cost of finding known spans in prompts",
+    "peers": "ours beside a plain loop, Fast-dLLM, dLLM-Cache, dlmserve and dfastllm",
     "soak": "thousands of mixed requests with aborts, bad input, flushes and eviction: wrong answers and leaks",
 }
 """Each is a module of this package with ``add_arguments(parser)`` and ``run(options) -> exit code``."""
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     from sglang_acache.bench.server import ServerFailed
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the server is stopped too
     try:
         return int(_module(options.command).run(options))
     except ServerFailed as error:

@@ -58,16 +58,19 @@ class Run:
 
 
 class Client:
-    """Use as ``async with Client(url) as client``."""
+    """Use as ``async with Client(url) as client``.
 
-    def __init__(self, url: str, keep_alive: bool = True) -> None:
+    Every request has a connection of its own: the server closes one that is idle for some seconds, and a request
+    that was just being sent on it would be lost.
+    """
+
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.keep_alive = keep_alive
 
     async def __aenter__(self) -> Client:
         self.session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            connector=aiohttp.TCPConnector(limit=0, force_close=not self.keep_alive),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             read_bufsize=READ_BYTES,
         )
         return self

@@ -90,7 +90,7 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def pad(prompts: list[list[int]], new_tokens: int, mask_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Canvases ``[B, T]``, prompts to the right so that the answers stand in the same columns; which tokens are real."""
+    """Canvases ``[B, T]``, answers all in the same columns, and which tokens are real."""
     longest = max(map(len, prompts))
     canvas = torch.full((len(prompts), longest + new_tokens), mask_id)
     real = torch.ones_like(canvas, dtype=torch.bool)

@@ -80,7 +80,7 @@ def load_fast_dllm(variant: str) -> Callable[[Path, Path], Generate]:
         import torch
 
         sys.path.insert(0, str(repo / "llada"))
-        _serve_offline()
+        _stay_offline()
         published = importlib.import_module("generate")
         model = published.LLaDAModelLM.from_pretrained(str(folder), torch_dtype=torch.float32).eval()
         function = getattr(published, variant)
@@ -106,17 +106,19 @@ def load_fast_dllm(variant: str) -> Callable[[Path, Path], Generate]:
 
 
 def load_dllm_cache(folder: Path, repo: Path) -> Generate:
-    """dLLM-Cache's hooks on the LLaDA that its own repository carries, and its own loop."""
+    """dLLM-Cache's hooks and loop on the LLaDA that its own repository carries (for MMaDA)."""
     import torch
 
     sys.path.insert(0, str(repo))
-    _serve_offline()
+    _stay_offline()
     cache = importlib.import_module("dllm_cache.cache")
     hooks = _module("dllm_hooks", repo / "dllm_cache" / "hooks" / "cache_hook_LLaDA.py")
     loop = _module("dllm_loop", repo / "utils" / "generate_function.py")
-    models = _package("llada_code", repo / "llava" / "model" / "language_model", "modeling_llada")
+    models = _package("llada_code", repo / "mmada_models", "modeling_llada")
     model = models.LLaDAModelLM.from_pretrained(str(folder), torch_dtype=torch.float32).eval()
     hooks.register_cache_LLaDA(model, "model.transformer.blocks")
+    for block in model.model.transformer.blocks:
+        block.forward = _without(block.forward, "block_mask")
 
     def generate(prompts: list[list[int]], order: dict[str, Any]) -> Any:
         options = order["dllm_cache"]
@@ -135,7 +137,17 @@ def load_dllm_cache(folder: Path, repo: Path) -> Generate:
     return generate
 
 
-def _serve_offline() -> None:
+def _without(function: Callable[..., Any], unused: str) -> Callable[..., Any]:
+    """The hooks are written for LLaDA's own model file; the repository's copy passes one argument more, None."""
+
+    def call(*values: Any, **named: Any) -> Any:
+        assert named.pop(unused, None) is None
+        return function(*values, **named)
+
+    return call
+
+
+def _stay_offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

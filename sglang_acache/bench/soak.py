@@ -31,8 +31,8 @@ FAULTS = ("memory leak", "Leak", "Traceback", "double free", "use-after-free", "
 REFUSED = (400, 422)
 KNOWN_FAULT = "'GenerateReqInput' object has no attribute 'is_single'"
 """SGLang's own: a streamed request that is refused before it is normalised has nothing to abort, and its clean-up
-fails. It then closes the connection, so that a client which keeps it alive loses its next request: the soak makes a
-connection for each request. Counted, not held against the run."""
+fails. It then closes the connection: a client that keeps it alive loses its next request. Our client does not. Counted,
+not held against the run."""
 CONTEXT = 16  # lines of a traceback that are shown
 SHOWN = 20  # problems listed in the report
 
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _soak(target: Target, items: list[Item], options: argparse.Namespace) -> Tally:
     tally, rng = Tally(), random.Random(options.seed)
-    async with Client(target.url, keep_alive=False) as client:
+    async with Client(target.url) as client:
         await _learn(client, items, tally)
         deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
         total = options.requests if deadline is None else None

@@ -28,7 +28,9 @@ class Cell:
     answers: list[str] = field(default_factory=list)
 
 
-def read_samples(samples: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
+def read_samples(
+    samples: Sequence[Mapping[str, Any]], metrics: Sequence[str]
+) -> tuple[dict[str, list[float]], list[str]]:
     """Scores by metric and answers, in the order of the documents, from lm-eval's logged samples."""
     ordered = sorted(samples, key=lambda sample: sample["doc_id"])
     scores = {name: [float(sample[name]) for sample in ordered] for name in metrics}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_acache.bench.options import REUSE_FLAGS, names, numbers
-from sglang_acache.bench.report import Report, _version
+from sglang_acache.bench.report import Report
 from sglang_acache.bench.server import serve
 from sglang_acache.evals.prompts import POSITIONS
 from sglang_acache.evals.results import FULL, Cell, plot, read_samples, table
@@ -43,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     report = Report("evals", options.out, vars(options))
     report.conditions["command"] = shlex.join(["python", "-m", "sglang_acache.evals", *sys.argv[1:]])
-    report.conditions["lm_eval"] = _version("lm_eval")
-    with serve(options.model, [*REUSE_FLAGS, *options.server_flags], base_url=options.base_url) as target:
+    report.conditions["lm_eval"] = importlib.metadata.version("lm_eval")
+    with serve(
+        options.model, [*REUSE_FLAGS, "--no-acache-discover", *options.server_flags], base_url=options.base_url
+    ) as target:
         for task in options.tasks:
             cells = list(_cells(task, options, target.url))
             report.add(table(task, cells))

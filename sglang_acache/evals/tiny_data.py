@@ -12,10 +12,13 @@ from sglang_acache.tiny import task as tiny
 REQUESTS_A_GROUP = 8
 
 
-def rows(count: int, seed: int = 0, task: str = "hop", requests_a_group: int = REQUESTS_A_GROUP) -> list[dict[str, str]]:
+Row = dict[str, str]
+
+
+def rows(count: int, seed: int = 0, task: str = "hop", requests_a_group: int = REQUESTS_A_GROUP) -> list[Row]:
     """``count`` documents on facts that no training run has seen, ``requests_a_group`` on each list of facts."""
     rng = random.Random(f"evals-{seed}")
-    found: list[dict[str, str]] = []
+    found: list[Row] = []
     while len(found) < count:
         facts = tiny.draw_facts(rng, tiny.N_FACTS, tiny.N_NAMES, "test")
         for _ in range(min(requests_a_group, count - len(found))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,58 @@ class SpanDeclaration:
         return interior
 
 
+@dataclass(frozen=True, slots=True)
+class SpanLimits:
+    """What a declared span must keep to for any request to read it. ``max_shared_tokens`` None: not known yet."""
+
+    min_tokens: int
+    context_tokens: int
+    max_shared_tokens: int | None = None
+
+    def check(self, tokens: int, *, from_text: bool) -> None:
+        """Raise ParamError where no request could ever read a span of ``tokens``."""
+        field = "text" if from_text else "ids"
+        what = "has, besides tokens that depend on what stands around it," if from_text else "has"
+        if tokens < self.min_tokens:
+            raise ParamError(
+                field,
+                f"{what} {tokens} tokens, fewer than are ever reused ({self.min_tokens}); make it longer, or start "
+                f"the server with a smaller --acache-min-affix-tokens",
+            )
+        if tokens >= self.context_tokens:
+            raise ParamError(field, f"{what} {tokens} tokens; no request of {self.context_tokens} can hold it")
+        if self.max_shared_tokens is not None and tokens > self.max_shared_tokens:
+            raise ParamError(
+                field,
+                f"{what} {tokens} tokens, more than may be shared ({self.max_shared_tokens}); "
+                f"raise --acache-max-shared-tokens",
+            )
+
+
+def plain_encoder(tokenizer: Any) -> Callable[[str], list[int]] | None:
+    """Text to ids without special tokens; None where there is no tokenizer."""
+    return None if tokenizer is None else functools.partial(tokenizer.encode, add_special_tokens=False)
+
+
+class DeclarationChecker:
+    """Checks declarations one after the other as far as can be done before there is a server."""
+
+    def __init__(self, encode: Callable[[str], list[int]] | None, vocab_limit: int, limits: SpanLimits) -> None:
+        self.encode = encode
+        self.vocab_limit = vocab_limit
+        self.limits = limits
+        self._named: dict[tuple[str, str], bytes] = {}
+
+    def __call__(self, declaration: SpanDeclaration) -> None:
+        """Raise ParamError that names the field and the fix."""
+        tokens = declaration.tokens(self.encode, self.vocab_limit)
+        self.limits.check(len(tokens), from_text=declaration.text is not None)
+        if declaration.name is not None:
+            key = (declaration.namespace, declaration.name)
+            if self._named.setdefault(key, tokens.tobytes()) != tokens.tobytes():
+                raise ParamError("name", f"{declaration.name!r} stands for other tokens above; choose another")
+
+
 def parse_declaration(values: Any) -> SpanDeclaration:
     """A declaration from its JSON object. Raises ParamError that names the field and the fix."""
     if not isinstance(values, Mapping):
@@ -86,8 +139,13 @@ def check_text(field: str, value: Any) -> None:
         raise ParamError(field, f"has {len(value)} characters; at most {MAX_LABEL_CHARACTERS} are allowed")
 
 
-def read_affix_file(path: str) -> list[SpanDeclaration]:
-    """The declarations of a JSONL file. Raises ParamError that names the file, the line and the fix."""
+def read_affix_file(
+    path: str, check: Callable[[SpanDeclaration], None] = lambda declaration: None
+) -> list[SpanDeclaration]:
+    """The declarations of a JSONL file. Raises ParamError that names the file, the line and the fix.
+
+    ``check`` may refuse a declaration by raising ParamError.
+    """
     field = "acache_affix_file"
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -99,6 +157,7 @@ def read_affix_file(path: str) -> list[SpanDeclaration]:
             continue
         try:
             declarations.append(parse_declaration(json.loads(line)))
-        except (json.JSONDecodeError, ParamError) as error:
+            check(declarations[-1])
+        except (json.JSONDecodeError, RecursionError, ParamError) as error:
             raise ParamError(field, f"{path}, line {number}: {error}") from error
     return declarations

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_acache.core.spans import Discovery, PromotionRule, SpanTree
-from sglang_acache.srt.affix_file import SpanDeclaration, read_affix_file
+from sglang_acache.srt.affix_file import SpanDeclaration, plain_encoder, read_affix_file
 from sglang_acache.srt.affixes import Affixes
 from sglang_acache.srt.kv_device import AllocatorPool, KvDevice
 
@@ -42,8 +41,7 @@ def build_affixes(
 
 def declare(affixes: Affixes, declaration: SpanDeclaration, tokenizer: Any, vocab_limit: int) -> str:
     """Make a declared span known; returns its name. Raises ParamError or SpanNameTaken."""
-    encode = None if tokenizer is None else functools.partial(tokenizer.encode, add_special_tokens=False)
-    tokens = declaration.tokens(encode, vocab_limit)
+    tokens = declaration.tokens(plain_encoder(tokenizer), vocab_limit)
     name = affixes.tree.declare(declaration.namespace, tokens, declaration.name, declaration.pinned)
     if affixes.discovery is not None:
         affixes.discovery.seed(declaration.namespace, tokens)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ class AffixCounters:
     spans_encoded: int = 0
     probe_tokens: int = 0
     probe_seconds: float = 0.0
+
+
+class Opening(NamedTuple):
+    """What a request can read now. ``waits``: a span with a claim to be read has no room beside what others read."""
+
+    reuse: Reuse | None = None
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -91,21 +98,38 @@ class Affixes:
 
     # ── admission ─────────────────────────────────────────────────────────
 
-    def open(self, request: LiveRequest, canvas_tokens: int, block_starts: int, no_share: int | None) -> Reuse | None:
-        """Lock the spans worth reading for ``request``; None where there are none.
+    def open(self, request: LiveRequest, canvas_tokens: int, block_starts: int, no_share: int | None) -> Opening:
+        """Lock the spans worth reading for ``request``.
 
         ``no_share``: a position that must be forwarded at every block start, where logits are shifted.
         """
         params = request.reuse_params
-        if not params.enabled or exact_ratio(params.anchor_ratio) == 1:
-            return None
+        if not params.enabled or (exact_ratio(params.anchor_ratio) == 1 and params.coverage is None):
+            return Opening()
         policy = _policy(params, request)
-        reads = []
-        for match in self._matches(request, params, policy, canvas_tokens, block_starts):
-            handle = self.tree.acquire(match)
-            if handle is not None:
-                reads.append(_read(handle, no_share))
-        return Reuse(reads, policy, canvas_tokens, fused=params.probe == "fused") if reads else None
+        matches = self._matches(request, params, policy, canvas_tokens, block_starts)
+        handles = [self.tree.acquire(match) for match in matches]
+        reads = [_read(handle, no_share) for handle in handles if handle is not None]
+        reuse = Reuse(reads, policy, canvas_tokens, fused=params.probe == "fused") if reads else None
+        return Opening(reuse, None in handles and self._has_room_alone(matches, handles))
+
+    def _has_room_alone(self, matches: Sequence[SpanMatch], handles: Sequence[SpanHandle | None]) -> bool:
+        """Whether a span with a claim that has no room now would have it if nobody else read anything."""
+        room = self.tree.room_alone(shared=True)
+        for match, handle in zip(matches, handles, strict=True):
+            needed = match.length if handle is None else handle.unpinned_tokens
+            if needed > room:
+                continue
+            room -= needed
+            if handle is None and _has_claim(match):
+                return True
+        return False
+
+    def fits_alone(self, reuse: Reuse) -> bool:
+        """Whether the request has a claim to its spans and would fit with them if there were no other request."""
+        shared = sum(read.handle.unpinned_tokens for read in reuse.reads)
+        claimed = any(_has_claim(read.handle.match) for read in reuse.reads)
+        return claimed and reuse.private_needed + shared <= self.tree.room_alone(shared=False)
 
     def close(self, reuse: Reuse) -> None:
         """Give the spans back; the request reads them no more."""
@@ -130,7 +154,8 @@ class Affixes:
         if self.discovery is not None and not request.observed:
             request.observed = True
             self._observe(request, found, canvas_tokens, block_starts)
-        costs = [SpanCost(match.length, encode=match.encode, rebase=match.rebase) for match in found]
+        # By length alone, never by what is encoded now: that would make answers depend on who came before.
+        costs = [SpanCost(match.length) for match in found]
         keep = choose_spans(canvas_tokens, costs, block_starts, policy.ratio, needs=policy.needs)
         return [match for match, worth in zip(found, keep, strict=True) if worth]
 
@@ -297,6 +322,12 @@ class Affixes:
 
 def _stage(request: LiveRequest) -> Stage:
     return Stage.DENOISING if request.reuse is None else request.reuse.stage
+
+
+def _has_claim(match: SpanMatch) -> bool:
+    """Whether the span must be read if it can be, so that answers do not depend on what others read. One that was
+    discovered is passed over for want of room: when it was found depended on others anyway."""
+    return match.source != "discovered"
 
 
 def _policy(params: ReuseParams, request: LiveRequest) -> AnchorPolicy:

@@ -78,11 +78,19 @@ class DiffusionEngine:
         reuse = None
         if self.affixes is not None:
             no_share = len(request.left_context) - 1 if self.shift_logits else None
-            reuse = self.affixes.open(request, tokens, request.block_starts, no_share)
+            reuse, waits = self.affixes.open(request, tokens, request.block_starts, no_share)
+            if waits and not self.idle:
+                if reuse is not None:
+                    self.affixes.close(reuse)
+                return False
         slots = self._allocate(tokens if reuse is None else reuse.private_needed)
         if slots is None and reuse is not None and self.affixes is not None:
-            # The spans and the request do not fit together; without them it may.
+            # The spans and the request do not fit together; without them it may. Where they would fit if the request
+            # were alone, it waits: its answer must not depend on who else is there.
+            waits = self.affixes.fits_alone(reuse) and not self.idle
             self.affixes.close(reuse)
+            if waits:
+                return False
             reuse = None
             slots = self._allocate(tokens)
         if slots is None:

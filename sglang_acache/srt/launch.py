@@ -12,7 +12,7 @@ from sglang_acache.core.params import FIELDS, DiffusionParams, ParamError, check
 from sglang_acache.core.reuse_params import ReuseParams, override_reuse
 from sglang_acache.models.defaults import MODEL_DEFAULTS
 from sglang_acache.models.names import ensure_available, is_short_name, resolve_model
-from sglang_acache.srt.affix_file import read_affix_file
+from sglang_acache.srt.affix_file import DeclarationChecker, SpanLimits, plain_encoder, read_affix_file
 
 PREFIX = "diffusion_"
 RADIX_CACHE_BACKEND = "acache"
@@ -48,7 +48,8 @@ def validate(server_args: Any) -> None:
     view = resolving_view(server_args)
     if str(view.model_path).lower() in ("none", "dummy"):
         return
-    architectures = getattr(model_config_of(server_args).hf_config, "architectures", None)
+    model_config = model_config_of(server_args)
+    architectures = getattr(model_config.hf_config, "architectures", None)
     if not is_ours(architectures):
         if server_args.enable_acache:
             raise LaunchError(
@@ -60,6 +61,8 @@ def validate(server_args: Any) -> None:
     for flag, refused, fix in _incompatible(view):
         if refused:
             raise LaunchError(f"{flag} does not work with diffusion LLMs; {fix}")
+    if server_args.acache_affix_file is not None:
+        _check_affix_file(server_args, view, model_config)
     os.environ.setdefault("SGLANG_EAGER_INPUT_NO_COPY", "1")  # a ragged step is built fresh: nothing to copy into
 
 
@@ -71,10 +74,40 @@ def _check_own_flags(server_args: Any) -> None:
             check_integer(name, getattr(server_args, name))
         if server_args.acache_max_shared_tokens is not None:
             check_integer("acache_max_shared_tokens", server_args.acache_max_shared_tokens)
-        if server_args.acache_affix_file is not None:
-            read_affix_file(server_args.acache_affix_file)
     except ParamError as error:
-        raise LaunchError(f"--{str(error).replace('_', '-', error.field.count('_'))}") from error
+        raise _flag_error(error) from error
+
+
+def _flag_error(error: ParamError) -> LaunchError:
+    return LaunchError(f"--{str(error).replace('_', '-', error.field.count('_'))}")
+
+
+def _check_affix_file(server_args: Any, view: Any, model_config: Any) -> None:
+    """Refuse a file with a span that could never be read, before the model is loaded."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    from sglang_acache.srt.limits import vocabulary_limit
+
+    tokenizer = None
+    if not view.skip_tokenizer_init:
+        tokenizer = get_tokenizer(
+            view.tokenizer_path,
+            tokenizer_mode=view.tokenizer_mode,
+            trust_remote_code=view.trust_remote_code,
+            revision=view.revision,
+            tokenizer_backend=view.tokenizer_backend,
+        )
+    checker = DeclarationChecker(
+        plain_encoder(tokenizer),
+        vocabulary_limit(tokenizer, model_config.hf_config),
+        SpanLimits(
+            server_args.acache_min_affix_tokens, model_config.context_len, server_args.acache_max_shared_tokens
+        ),
+    )
+    try:
+        read_affix_file(server_args.acache_affix_file, checker)
+    except ParamError as error:
+        raise _flag_error(error) from error
 
 
 def launch_params(source: Any, defaults: DiffusionParams) -> DiffusionParams:

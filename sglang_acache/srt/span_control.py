@@ -10,7 +10,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_acache.core.params import ParamError
 from sglang_acache.core.spans import SpanInfo, SpanNameTaken
-from sglang_acache.srt.affix_file import SpanDeclaration
+from sglang_acache.srt.affix_file import SpanDeclaration, SpanLimits
 from sglang_acache.srt.affix_setup import declare
 from sglang_acache.srt.affixes import Affixes
 from sglang_acache.srt.spans_messages import SpanDeclareReq, SpanDeleteReq, SpanListReq, SpanReply
@@ -41,7 +41,7 @@ class SpanControl:
             extra_key=request.extra_key,
         )
         try:
-            self._check_length(len(request.ids), "text" if request.from_text else "ids")
+            self._limits.check(len(request.ids), from_text=request.from_text)
             name = declare(self.affixes, declaration, None, self.vocab_limit)
         except ParamError as error:
             return error_reply(400, str(error), error.field)
@@ -73,22 +73,10 @@ class SpanControl:
             )
         return _reply(200, {"deleted": request.name})
 
-    def _check_length(self, tokens: int, field: str) -> None:
+    @property
+    def _limits(self) -> SpanLimits:
         tree = self.affixes.tree
-        what = "has" if field == "ids" else "has, besides tokens that depend on what stands around it,"
-        if tokens < tree.min_tokens:
-            raise ParamError(
-                field,
-                f"{what} {tokens} tokens, fewer than are ever reused ({tree.min_tokens}); make it longer, or start "
-                f"the server with a smaller --acache-min-affix-tokens",
-            )
-        if tokens >= self.context_tokens:
-            raise ParamError(field, f"{what} {tokens} tokens; no request of {self.context_tokens} can hold it")
-        cap = tree.ledger.max_shared_tokens
-        if cap is not None and tokens > cap:
-            raise ParamError(
-                field, f"{what} {tokens} tokens, more than may be shared ({cap}); raise --acache-max-shared-tokens"
-            )
+        return SpanLimits(tree.min_tokens, self.context_tokens, tree.ledger.max_shared_tokens)
 
 
 def namespace_of(cache_salt: str | None, extra_key: str | None) -> str:

@@ -6,7 +6,7 @@ layouts are mixed inside it.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,13 +45,13 @@ class Batch:
     holes: Tensor
     targets: Tensor
     weights: Tensor
-    probes: dict[str, Tensor] = field(default_factory=dict)  # task -> [B, n] values with visible slot
-    names_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of the facts' name tokens
-    names_object: Tensor = field(default_factory=lambda: torch.empty(0))
-    names_place: Tensor = field(default_factory=lambda: torch.empty(0))
-    masks_at: Tensor = field(default_factory=lambda: torch.empty(0))  # rows of masked answers
-    masks_object: Tensor = field(default_factory=lambda: torch.empty(0))
-    masks_fact: Tensor = field(default_factory=lambda: torch.empty(0))  # position of the asked fact's name
+    probes: dict[str, Tensor]  # task -> [B, n], masked values whose slot is visible
+    names_at: Tensor  # rows of the facts' name tokens
+    names_object: Tensor
+    names_place: Tensor
+    masks_at: Tensor  # rows of masked values that need the facts
+    masks_object: Tensor
+    masks_fact: Tensor  # position of the asked fact's name
 
 
 def draw_shape(rng: random.Random, n_facts: int, n_names: int) -> Shape:
@@ -138,10 +138,9 @@ def draw_batch(rng: random.Random, stream: Iterator[task.Puzzle], shape: Shape, 
     solved, at, w = torch.tensor(ids), torch.tensor(holes), torch.tensor(weights)
     targets = solved.gather(1, at)
     masked = solved.scatter(1, at, torch.where(w > 0, words.TOKEN_IDS[words.MASK], targets))
-    n, a = torch.tensor(names).T, torch.tensor(asked or [(0, 0, 0, 0)]).T
-    if not asked:
-        a = a[:, :0]
+    name_rows = torch.tensor(names, dtype=torch.long).T
+    asked_rows = torch.tensor(asked, dtype=torch.long).reshape(-1, 4).T
     return Batch(
         masked, at, targets, w, {name: torch.tensor(rows) for name, rows in probes.items()},
-        n[:2], n[2], n[3], a[:2], a[2], a[3],
+        name_rows[:2], name_rows[2], name_rows[3], asked_rows[:2], asked_rows[2], asked_rows[3],
     )  # fmt: skip

@@ -22,7 +22,7 @@ def plainly(confidence: list[float], rule: CommitRule) -> list[bool]:
     if rule.count is not None:
         number = max(rule.count, 1)
     elif rule.threshold is not None:
-        number = max(1, sum(value >= np.float32(rule.threshold) for value in np.float32(confidence)))
+        number = max(1, sum(value >= np.float32(rule.threshold) for value in np.array(confidence, dtype=np.float32)))
     else:
         assert rule.factor is not None
         holds = [m for m in range(1, len(order) + 1) if (m + 1) * (1 - confidence[order[m - 1]]) < rule.factor]

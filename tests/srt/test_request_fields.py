@@ -179,5 +179,5 @@ def test_a_canvas_fits_the_context_or_is_refused(left: int, right: int, new_toke
     if fits:
         normalise(sampling, left=(1,) * left)
     else:
-        with pytest.raises(ParamError, match="^max_new_tokens: "):
+        with pytest.raises(ParamError, match=r"^max_new_tokens: "):
             normalise(sampling, left=(1,) * left)

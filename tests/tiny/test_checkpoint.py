@@ -11,6 +11,7 @@ from sglang_acache.tiny.fidelity import BUNDLED, Policy
 from sglang_acache.tiny.model import load
 
 N = 60
+FEW = 20
 
 
 @pytest.fixture(scope="module")
@@ -19,34 +20,38 @@ def model():
     return load(BUNDLED)
 
 
-def whole(model, policy, layout, kind="hop", **options):
-    return fidelity.evaluate(model, policy, layout, kind, N, "test", **options)
+def right(model, policy, layout, kind="hop", n=FEW, hole=12):
+    """Shares of questions and of whole answers that are right."""
+    found = fidelity.evaluate(model, policy, layout, kind, n, "test", hole)
+    return found.questions / n / task.N_SLOTS, found.whole / n
 
 
 @pytest.mark.parametrize("layout", task.LAYOUTS)
-@pytest.mark.parametrize("kind", task.TASKS)
-def test_answers_held_out_requests(model, layout, kind):
-    assert whole(model, Policy(), layout, kind).whole >= 0.95 * N
+def test_answers_held_out_requests(model, layout):
+    assert right(model, Policy(), layout, n=N)[1] >= 0.95
+
+
+@pytest.mark.parametrize("layout", task.LAYOUTS)
+@pytest.mark.parametrize("kind", ["kv", "upd", "echo"])
+def test_answers_the_other_tasks(model, layout, kind):
+    assert right(model, Policy(), layout, kind)[1] >= 0.9
 
 
 @pytest.mark.parametrize("layout", task.LAYOUTS)
 def test_ends_by_itself(model, layout):
-    assert whole(model, Policy(), layout, hole=16).whole >= 0.95 * N
+    assert right(model, Policy(), layout, hole=16)[1] >= 0.9
 
 
 @pytest.mark.parametrize("layout", task.LAYOUTS)
 def test_direct_reuse_loses_and_anchors_recover(model, layout):
-    direct = whole(model, Policy("attention", 0.0), layout).questions
-    anchors = whole(model, Policy("attention", 0.2), layout).questions
-    random = whole(model, Policy("random", 0.2), layout).questions
-    assert direct < 0.5 * N * task.N_SLOTS
-    assert random < 0.6 * N * task.N_SLOTS
-    assert anchors > 0.9 * N * task.N_SLOTS
+    assert right(model, Policy("attention", 0.0), layout, n=N)[0] < 0.3
+    assert right(model, Policy("random", 0.2), layout, n=N)[0] < 0.5
+    assert right(model, Policy("attention", 0.2), layout, n=N)[0] > 0.9
 
 
 @pytest.mark.parametrize("layout", task.LAYOUTS)
 def test_one_hop_needs_no_anchors(model, layout):
-    assert whole(model, Policy("attention", 0.0), layout, "kv").questions > 0.9 * N * task.N_SLOTS
+    assert right(model, Policy("attention", 0.0), layout, "kv")[0] > 0.9
 
 
 @pytest.mark.parametrize("layout", task.LAYOUTS)
@@ -59,10 +64,10 @@ def test_ratio_one_is_full_recompute(model, layout):
 @pytest.mark.parametrize("system", [None, "you are a helpful assistant"])
 def test_answers_chat_requests(model, system):
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    items = task.held_out(4, N, "prefix", hole=16)
+    items = task.held_out(4, FEW, "prefix", hole=16)
     before, after = chat_ids(tokenizer, system)
     tokens = fidelity.decode(model, fidelity.canvases(items, before, after), Policy())
-    assert fidelity.score(tokens, items).whole >= 0.95 * N
+    assert fidelity.score(tokens, items).whole >= 0.9 * FEW
 
 
 def chat_ids(tokenizer, system):
@@ -74,9 +79,9 @@ def chat_ids(tokenizer, system):
 
 
 def test_threshold_decoding(model):
-    items = task.held_out(0, N, "infix")
+    items = task.held_out(0, FEW, "infix")
     tokens = fidelity.decode(model, fidelity.canvases(items), Policy(), threshold=0.9)
-    assert fidelity.score(tokens, items).whole >= 0.9 * N
+    assert fidelity.score(tokens, items).whole >= 0.9 * FEW
 
 
 def test_published_layout():

@@ -50,6 +50,11 @@ class SpanHandle:
         slots.setflags(write=False)
         return slots
 
+    @property
+    def unpinned_tokens(self) -> int:
+        """Slots that are held for the sake of readers."""
+        return sum(len(p) for p in self.placements if not p.pinned)
+
     def read_slots(self) -> SlotArray:
         """int64[L]: the span's part of the read-slot map, i.e. shared slots but private ones for the anchors."""
         slots = self.shared_slots.copy()

@@ -27,6 +27,7 @@ class Ledger:
 
     def __init__(self, pool: SlotPool, max_shared_tokens: int | None = None) -> None:
         self.pool = pool
+        self.size = pool.available()  # of the whole pool: nobody holds a slot yet
         self.max_shared_tokens = max_shared_tokens
         self.attached: dict[Placement, None] = {}  # used as ordered sets
         self.orphans: dict[Placement, None] = {}
@@ -41,6 +42,10 @@ class Ledger:
     def tick(self) -> int:
         self._clock += 1
         return self._clock
+
+    @property
+    def pinned(self) -> int:
+        return sum(len(placement) for placement in self.attached if placement.pinned)
 
     def headroom(self) -> int:
         """Most tokens that ``make_room`` could provide now."""

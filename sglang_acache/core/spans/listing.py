@@ -34,7 +34,7 @@ def usage(ledger: Ledger, shape: Shape, spaces: Sequence[Space]) -> Usage:
         evictable=ledger.evictable,
         protected=ledger.protected,
         detached=ledger.detached,
-        pinned=sum(len(p) for p in ledger.attached if p.home and p.node.pins),
+        pinned=ledger.pinned,
         spans=shape.undeclared + sum(len(space.names) for space in spaces),
         nodes=sum(_below(space.root) for space in spaces),
         placements=sum(p.state is State.READY for p in ledger.attached),

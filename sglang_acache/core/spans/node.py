@@ -136,6 +136,11 @@ class Placement:
     def held(self) -> bool:
         return self.readers + self.sources > 0
 
+    @property
+    def pinned(self) -> bool:
+        """Kept whether or not it is read."""
+        return self.attached and self.home and self.node.pins > 0
+
     def ancestors(self) -> list[Placement]:
         """Placements of the path before this one, root first."""
         chain: list[Placement] = []

@@ -229,6 +229,11 @@ class SpanTree:
     def usage(self) -> Usage:
         return listing.usage(self.ledger, self.shape, list(self.spaces.values()))
 
+    def room_alone(self, *, shared: bool) -> int:
+        """Slots that one request could hold if nobody else held any: all but pinned ones, within the cap if shared."""
+        size, cap = self.ledger.size, self.ledger.max_shared_tokens
+        return (min(size, cap) if shared and cap is not None else size) - self.ledger.pinned
+
     @property
     def evictable(self) -> int:
         """O(1), for the scheduler's memory check."""
