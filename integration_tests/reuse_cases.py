@@ -10,9 +10,8 @@ from typing import Any
 
 import requests
 
-from integration_tests.conftest import ALL_KINDS
 from integration_tests.oracle.cached_transformer import CachedTransformer
-from integration_tests.oracle.checkpoints import DREAM
+from integration_tests.oracle.checkpoints import DREAM, CheckpointSpec
 from integration_tests.oracle.reference_acache import ACacheForward, Affix
 from integration_tests.oracle.reference_loop import Decoding, Result, generate, predictor_for
 from integration_tests.oracle.transformers_oracle import TransformersOracle
@@ -102,17 +101,19 @@ class Expected:
 
 
 class ReuseReference:
-    """The plain method over one checkpoint; answers are remembered."""
+    """The plain method over one checkpoint; answers are remembered. Tokens from ``vocab_size`` on are padding."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        oracle = TransformersOracle(folder)
-        self.kind, self.model = kind.removesuffix("_acache"), CachedTransformer(oracle)
-        self.logits, self.mask_id, self.vocab_size, self.eos_id = (
-            oracle.logits, oracle.mask_id, oracle.vocab_size, oracle.eos_id
-        )  # fmt: skip
-        self.spec = ALL_KINDS[kind].spec
-        self.shift = self.spec.architecture == DREAM
+    def __init__(self, folder: Path, vocab_size: int, eos_ids: tuple[int, ...], *, shift: bool = False) -> None:
+        self.oracle = TransformersOracle(folder)
+        self.model = CachedTransformer(self.oracle)
+        self.vocab_size, self.eos_ids, self.shift = vocab_size, eos_ids, shift
         self._known: dict[str, Expected] = {}
+
+    @classmethod
+    def of_spec(cls, folder: Path, spec: CheckpointSpec) -> ReuseReference:
+        """Of a random checkpoint."""
+        ends = END_TOKENS[spec.architecture](spec)
+        return cls(folder, spec.vocab_size, ends, shift=spec.architecture == DREAM)
 
     def expect(self, case: Case) -> Expected:
         key = repr(case)
@@ -124,14 +125,14 @@ class ReuseReference:
 
     def plain(self, case: Case) -> list[int]:
         """The answer without any reuse."""
-        predictor = predictor_for(case.decoding.get("cache", "dual"), self.model, self.logits)
+        predictor = predictor_for(case.decoding.get("cache", "dual"), self.model, self.oracle.logits)
         return self._generate(predictor, case).output
 
     def _compute(self, case: Case) -> Expected:
         options = {"anchor_ratio": 0.2, "selector": "attention", "probe": "request", **case.acache}
         whole = options["anchor_ratio"] == 1 and options.get("coverage") is None
         if not case.spans or whole or not options.get("enabled", True):
-            predictor = predictor_for(case.decoding.get("cache", "dual"), self.model, self.logits)
+            predictor = predictor_for(case.decoding.get("cache", "dual"), self.model, self.oracle.logits)
             result = self._generate(predictor, case)
             zeros = {name: 0 for name, value in PLAIN_ACCOUNT.items() if isinstance(value, int)}
             return Expected(result.output, {**zeros, "forward_passes": len(result.commits)}, float("inf"))
@@ -166,15 +167,15 @@ class ReuseReference:
             case.left,
             case.new_tokens,
             Decoding(
-                mask_id=self.mask_id,
+                mask_id=self.oracle.mask_id,
                 vocab_size=self.vocab_size,
                 block_length=how["block_length"],
                 steps=how.get("steps"),
                 threshold=how.get("threshold"),
                 factor=how.get("factor"),
-                rule=DEFAULT_RULE[self.kind],
+                rule=DEFAULT_RULE["dream" if self.shift else "llada"],
                 shift=self.shift,
-                eos_ids=END_TOKENS[self.spec.architecture](self.spec),
+                eos_ids=self.eos_ids,
             ),
             case.right,
         )

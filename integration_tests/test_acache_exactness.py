@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from integration_tests.conftest import LLADA_SPEC
+from integration_tests.conftest import LLADA_SPEC, REUSING
 from integration_tests.oracle.reference_acache import Affix
 from integration_tests.prompts import prompt_ids
 from integration_tests.reuse_cases import (
@@ -82,7 +82,9 @@ def references(checkpoint: Callable[[str], Path]) -> Callable[[str], ReuseRefere
     made: dict[str, ReuseReference] = {}
 
     def of(kind: str) -> ReuseReference:
-        return made.setdefault(kind, ReuseReference(kind, checkpoint(kind)))
+        if kind not in made:
+            made[kind] = ReuseReference.of_spec(checkpoint(kind), REUSING[kind].spec)
+        return made[kind]
 
     return of
 

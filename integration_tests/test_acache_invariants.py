@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import requests
 
+from integration_tests.conftest import REUSING
 from integration_tests.oracle.reference_acache import Affix, budget
 from integration_tests.prompts import prompt_ids
 from integration_tests.reuse_cases import (
@@ -107,7 +108,8 @@ class TestNoReuse:
             replace(base, named=False),
             replace(base, named=False, acache={"spans": []}),
         ]
-        plain = ReuseReference(reusing[0], checkpoint(reusing[0])).plain(base)
+        kind, _ = reusing
+        plain = ReuseReference.of_spec(checkpoint(kind), REUSING[kind].spec).plain(base)
         for answer in ask_together(server, nothing):
             assert answer["output_ids"] == plain
             account = account_of(answer)

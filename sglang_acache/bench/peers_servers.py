@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -211,8 +212,13 @@ async def _completion(client: Client, path: str, body: dict[str, Any]) -> str:
 
 
 def with_code(model: Path, folder: Path, code: Path) -> Path:
-    """A copy of the checkpoint beside the modelling files that its ``auto_map`` names."""
+    """A copy of the checkpoint beside the modelling files that its ``auto_map`` names, readable by transformers 4."""
     shutil.copytree(model, folder)
+    tokenizer = folder / "tokenizer_config.json"
+    fields = json.loads(tokenizer.read_text())
+    extra = fields.pop("extra_special_tokens", [])  # transformers 5's name of the list
+    fields |= {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": list(extra)}
+    tokenizer.write_text(json.dumps(fields))
     for file in MODEL_CODE:
         shutil.copy(code / file, folder / file)
     return folder
@@ -221,10 +227,10 @@ def with_code(model: Path, folder: Path, code: Path) -> Path:
 def model_code(fast_dllm: Path | None, dllm_cache: Path | None) -> Path | None:
     """The folder of LLaDA's modelling files in one of the checkouts."""
     folders = []
-    if dllm_cache is not None:
-        folders.append(dllm_cache / "mmada_models")
     if fast_dllm is not None:
         folders.append(fast_dllm / "llada" / "model")
+    if dllm_cache is not None:
+        folders.append(dllm_cache / "mmada_models")
     found = (folder for folder in folders if all((folder / file).is_file() for file in MODEL_CODE))
     return next(found, None)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_acache.core.params import ParamError, check_choice, check_fraction, check_integer
+from sglang_acache.core.selector import SELECTORS as RANKINGS
 
 SELECTORS = ("attention", "attention_affix", "random", "bottom", "first", "kv_deviation", "drop_non_anchors")
 """Names a client may give; ``drop_non_anchors`` is ``attention`` with the other affix entries left out."""
@@ -36,14 +37,18 @@ class ReuseParams:
 
 FIELDS = ("enabled", "anchor_ratio", "selector", "coverage", "probe", "spans", "seed")
 _NAME = "acache"
+_WITHOUT_COVERAGE = tuple(name for name in RANKINGS if not RANKINGS[name].falling)
 
 
-def override_reuse(defaults: ReuseParams, values: Any, prompt_tokens: int) -> ReuseParams:
+def override_reuse(
+    defaults: ReuseParams, values: Any, prompt_tokens: int, hole_at: int | None = None
+) -> ReuseParams:
     """``defaults`` with a client's object applied.
 
     Args:
         values: the JSON object under ``custom_params.acache``.
         prompt_tokens: length of prompt + suffix, for checking ``spans``.
+        hole_at: length of the prompt, where the hole cuts prompt + suffix; no span may cross it.
 
     Raises:
         ParamError: names the field (``acache.anchor_ratio``, ...) and the fix.
@@ -56,11 +61,17 @@ def override_reuse(defaults: ReuseParams, values: Any, prompt_tokens: int) -> Re
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if value is not None:
-            checked[key] = _check(key, value, prompt_tokens)
-    return replace(defaults, **checked)
+            checked[key] = _check(key, value, prompt_tokens, hole_at)
+    params = replace(defaults, **checked)
+    if params.selector not in _WITHOUT_COVERAGE:
+        return params
+    if "coverage" in checked:
+        fix = "leave it out, or choose 'attention'"
+        raise ParamError(f"{_NAME}.coverage", f"has no meaning with selector {params.selector!r}; {fix}")
+    return replace(params, coverage=None)
 
 
-def _check(key: str, value: Any, prompt_tokens: int) -> Any:
+def _check(key: str, value: Any, prompt_tokens: int, hole_at: int | None) -> Any:
     field = f"{_NAME}.{key}"
     if key == "enabled":
         if not isinstance(value, bool):
@@ -74,10 +85,12 @@ def _check(key: str, value: Any, prompt_tokens: int) -> Any:
         return check_choice(field, value, PROBES)
     if key == "seed":
         return check_integer(field, value, minimum=0)
-    return _check_spans(field, value, prompt_tokens)
+    return _check_spans(field, value, prompt_tokens, hole_at)
 
 
-def _check_spans(field: str, value: Any, prompt_tokens: int) -> tuple[tuple[int, int], ...]:
+def _check_spans(
+    field: str, value: Any, prompt_tokens: int, hole_at: int | None
+) -> tuple[tuple[int, int], ...]:
     if not isinstance(value, list | tuple):
         raise ParamError(field, f"must be a list of [start, end] pairs, got {value!r}")
     spans = []
@@ -87,6 +100,8 @@ def _check_spans(field: str, value: Any, prompt_tokens: int) -> tuple[tuple[int,
         start, end = (check_integer(field, offset, minimum=0) for offset in item)
         if not start < end <= prompt_tokens:
             raise ParamError(field, f"[{start}, {end}] must satisfy start < end <= {prompt_tokens} (prompt + suffix)")
+        if hole_at is not None and start < hole_at < end:
+            raise ParamError(field, f"[{start}, {end}] crosses the hole after token {hole_at}; give one span a side")
         spans.append((start, end))
     spans.sort()
     for (_, end), (start, _) in zip(spans, spans[1:], strict=False):

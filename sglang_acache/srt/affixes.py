@@ -160,7 +160,7 @@ class Affixes:
         return [match for match, worth in zip(found, keep, strict=True) if worth]
 
     def _named(self, namespace: str, segments: Sequence[Segment], start: int, end: int) -> SpanMatch:
-        """A span named by offsets in prompt + suffix; one that crosses the hole is cut at it."""
+        """A span named by offsets in prompt + suffix, on one side of the hole."""
         left = segments[0]
         if start < len(left.tokens):
             return self.tree.request_span(namespace, left.tokens[start:end], start)

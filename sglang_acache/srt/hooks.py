@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +142,7 @@ PINS: tuple[Pin, ...] = (
     Pin(f"{_TOKENIZER_MANAGER}.auto_create_handle_loop", ("self",), "receives their replies"),
     Pin(f"{_SRT}.utils.auth.auth_level", ("level",), "/acache/spans needs the key that /flush_cache needs"),
     Pin(f"{_SRT}.observability.metrics_collector.SchedulerMetricsCollector", None, "labels of our metrics"),
+    Pin(f"{_SRT}.entrypoints.engine.Engine.server_args_class", None, "sglang.Engine takes our flags"),
     Pin(f"{_SRT}.runtime_context.get_context", (), "our flags in the scheduler and the tokenizer manager"),
 )
 
@@ -191,3 +193,13 @@ def register() -> None:
         if pin.hook:
             implementation = pkgutil.resolve_name(pin.implementation)
             HookRegistry.register(pin.target, implementation, HookType(pin.hook))
+    _rebind_engine()
+
+
+def _rebind_engine() -> None:
+    """``sglang.Engine`` loads plugins when it is made, but bound ``ServerArgs`` when its class was: bind it again."""
+    engine = sys.modules.get(f"{_SRT}.entrypoints.engine")
+    if engine is not None:
+        from sglang_acache.srt.flags import AcacheServerArgs
+
+        engine.Engine.server_args_class = AcacheServerArgs

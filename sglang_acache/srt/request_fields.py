@@ -170,14 +170,14 @@ def _parse_spec(
     values = {key: value for key, value in custom.items() if key not in (*TEXT_FIELDS, REUSE_FIELD)}
     params = override(limits.defaults, values, known=(*DIFFUSION_FIELDS, *TEXT_FIELDS, REUSE_FIELD))
     right = _right_context(custom, limits, tokenize)
-    return RequestSpec(params, right, _reuse(custom.get(REUSE_FIELD), left + len(right), limits))
+    return RequestSpec(params, right, _reuse(custom.get(REUSE_FIELD), left, len(right), limits))
 
 
-def _reuse(values: Any, prompt_tokens: int, limits: RequestLimits) -> dict[str, Any]:
+def _reuse(values: Any, left: int, right: int, limits: RequestLimits) -> dict[str, Any]:
     """The request's reuse parameters, as they travel; empty = the server's defaults."""
     if values is None:
         return {}
-    reuse = override_reuse(limits.reuse or ReuseParams(), values, prompt_tokens)
+    reuse = override_reuse(limits.reuse or ReuseParams(), values, left + right, hole_at=left)
     if limits.reuse is None and reuse.enabled:
         raise ParamError(REUSE_FIELD, "this server reuses nothing; start it with --enable-acache")
     return asdict(reuse)
