@@ -18,7 +18,11 @@ from sglang_acache.tiny import task
 REQUESTS = 8
 """Requests a layout; all of one layout share one list of facts."""
 
-TITLES = {"prefix": "shared text in front", "infix": "shared text in the middle", "suffix": "shared text after the hole"}
+TITLES = {
+    "prefix": "shared text in front",
+    "infix": "shared text in the middle",
+    "suffix": "shared text after the hole",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Outcome:
 def run_demo(*, stay: bool) -> int:
     """Start the server, ask, print; with ``stay`` keep serving until Ctrl-C. 0 when it all worked."""
     flags = ["--enable-acache"]
-    print(f"python -m sglang.launch_server --model llada-tiny {' '.join(flags)}   (half a minute or so) ...", flush=True)
+    print(f"python -m sglang.launch_server --model llada-tiny {' '.join(flags)}  (half a minute or so) ...", flush=True)
     with serve("llada-tiny", flags) as target:
         print(f"server ready at {target.url}\n")
         for layout in task.LAYOUTS:
@@ -104,7 +108,8 @@ def ask(url: str, item: task.Item, *, reuse: bool) -> Outcome:
 def _show(layout: str, items: Sequence[task.Item], full: Sequence[Outcome], reused: Sequence[Outcome]) -> None:
     print(f"{layout}: {TITLES[layout]} ({len(items)} requests over one list of facts, found without being declared)")
     for item, one in list(zip(items, reused, strict=True))[:3]:
-        print(f"  ... {item.left[-110:]}\n    -> {one.text}   ({'right' if one.correct else 'expected ' + item.answer})")
+        verdict = "right" if one.correct else f"expected {item.answer}"
+        print(f"  ... {item.left[-110:]}\n    -> {one.text}   ({verdict})")
     print(f"  {'':22}{'answers right':>14}{'rows':>8}{'reused tokens':>15}{'anchors':>9}{'median s':>10}")
     for name, outcomes in (("full recompute", full), ("ACache, ratio 0.2", reused)):
         right = sum(outcome.correct for outcome in outcomes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from sglang_acache.core.params import ParamError, check_choice, check_fraction, check_integer
@@ -104,7 +105,7 @@ def _check_spans(
             raise ParamError(field, f"[{start}, {end}] crosses the hole after token {hole_at}; give one span a side")
         spans.append((start, end))
     spans.sort()
-    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (start, _) in pairwise(spans):
         if start < end:
             raise ParamError(field, f"spans overlap at token {start}")
     return tuple(spans)

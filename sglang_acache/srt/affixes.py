@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from sglang_acache.core.spans import (
     SpanHandle,
     SpanMatch,
     SpanTree,
+    State,
     choose_spans,
 )
 from sglang_acache.core.spans.breakeven import SpanCost
@@ -227,7 +229,8 @@ class Affixes:
         for scorer, requests in work.scored:
             summed = self.reduce_scores(scorer.scores).cpu().numpy()
             for request, scores in zip(requests, _per_request(summed, scorer.lengths, requests), strict=True):
-                assert request.reuse is not None and request.state is not None
+                assert request.reuse is not None
+                assert request.state is not None
                 rows = _probe_rows(request)
                 request.reuse.note_probe(rows, seconds * 1000.0)
                 self.counters.probe_tokens += rows
@@ -277,7 +280,8 @@ class Affixes:
             _memory(read)[_memory_key(request, read)] = score
 
     def _select(self, request: LiveRequest, scores: Sequence[np.ndarray | None]) -> np.ndarray:
-        assert request.reuse is not None and request.state is not None
+        assert request.reuse is not None
+        assert request.state is not None
         released = request.reuse.select(request.state, scores)
         stats = request.reuse.stats
         request.req.cached_tokens = request.req.cached_tokens_device = stats.affix_tokens - stats.anchor_tokens
@@ -314,10 +318,10 @@ class Affixes:
         for handle in self.tree.handles.values():
             for placement in handle.placements:
                 known = self._digests.get(int(placement.slots[0]))
-                ready = placement.state.value == "ready"
-                if ready and known and np.array_equal(known[0], placement.slots):
-                    if self.device.digest(placement.slots) != known[1]:
-                        raise AssertionError(f"shared slots of {handle.match.name!r} were written after encoding")
+                if placement.state is not State.READY or not known or not np.array_equal(known[0], placement.slots):
+                    continue
+                if self.device.digest(placement.slots) != known[1]:
+                    raise AssertionError(f"shared slots of {handle.match.name!r} were written after encoding")
 
 
 def _stage(request: LiveRequest) -> Stage:
@@ -368,7 +372,8 @@ def _encode_entry(order: Encode) -> Entry:
 def _probe_entry(request: LiveRequest, base: int) -> tuple[Entry, list[ProbeRows]]:
     """The probe's entry, whose rows start at ``base`` of the step, and one target a span."""
     state, reuse = request.state, request.reuse
-    assert state is not None and reuse is not None
+    assert state is not None
+    assert reuse is not None
     positions = state.recompute_positions
     masks = np.flatnonzero(state.canvas.masked)
     entry = silent_entry(
@@ -390,5 +395,5 @@ def _probe_rows(request: LiveRequest) -> int:
 def _per_request(scores: np.ndarray, lengths: Sequence[int], requests: Sequence[LiveRequest]) -> list[list[np.ndarray]]:
     """Scores float32 ``[L]`` of every span of every request, in the order of the scorer's probes."""
     bounds = indptr(lengths)
-    parts = iter([scores[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+    parts = iter([scores[a:b] for a, b in pairwise(bounds)])
     return [[next(parts) for _ in request.reuse.reads] for request in requests if request.reuse]

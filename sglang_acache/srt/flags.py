@@ -25,10 +25,14 @@ class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[cal
         Optional[int], Arg(help="Diffusion LLMs: tokens of one denoising block. Default: the model's."), _NS
     ] = None
     diffusion_steps: A[
-        Optional[int], Arg(help="Diffusion LLMs: fixed denoising steps over the whole answer, instead of a threshold."), _NS
+        Optional[int],
+        Arg(help="Diffusion LLMs: fixed denoising steps over the whole answer, instead of a threshold."),
+        _NS,
     ] = None
     diffusion_threshold: A[
-        Optional[float], Arg(help="Diffusion LLMs: commit every token at least this confident. Default: the model's."), _NS
+        Optional[float],
+        Arg(help="Diffusion LLMs: commit every token at least this confident. Default: the model's."),
+        _NS,
     ] = None
     diffusion_factor: A[
         Optional[float], Arg(help="Diffusion LLMs: Fast-dLLM's factor rule, instead of a threshold."), _NS
@@ -61,7 +65,9 @@ class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[cal
         _NS,
     ] = None
     acache_probe: A[
-        str, Arg(help="ACache: how importance is found: request, fused (cheaper) or remembered.", choices=list(PROBES)), _NS
+        str,
+        Arg(help="ACache: how importance is found: request, fused (cheaper) or remembered.", choices=list(PROBES)),
+        _NS,
     ] = "request"
     acache_min_affix_tokens: A[int, Arg(help="ACache: shortest span that is reused, in tokens."), _NS] = 32
     acache_max_shared_tokens: A[

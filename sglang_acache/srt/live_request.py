@@ -111,7 +111,7 @@ class LiveRequest:
         return self.req.logprob.top_logprobs_num if self.req.return_logprob else 0
 
     def commit(self, entry: Entry, chosen: np.ndarray, choices: Choices, rows: slice) -> int:
-        """Make the ``chosen`` rows (bool, of this request's ``rows``) final; returns how many tokens can now be sent."""
+        """Make the ``chosen`` rows (bool, of this request's ``rows``) final; returns how many tokens can be sent."""
         assert self.state is not None
         canvas = self.state.canvas
         positions = entry.masked_positions[chosen]

@@ -46,8 +46,8 @@ def _register_backends() -> None:
     from sglang.srt.server_args import add_attention_backend_choices
 
     from sglang_acache.srt import launch
-    from sglang_acache.srt.attention_backend import backend_factory
     from sglang_acache.srt.affix_cache import build_affix_cache
+    from sglang_acache.srt.attention_backend import backend_factory
 
     add_attention_backend_choices(list(launch.ATTENTION_BACKENDS))
     for name in launch.ATTENTION_BACKENDS:

@@ -17,8 +17,8 @@ from sglang.srt.runtime_context import get_context
 from sglang_acache.core.params import DiffusionParams
 from sglang_acache.core.reuse_params import ReuseParams
 from sglang_acache.models.defaults import mask_token_id, model_defaults
-from sglang_acache.srt.engine import DiffusionEngine
 from sglang_acache.srt.affix_setup import build_affixes
+from sglang_acache.srt.engine import DiffusionEngine
 from sglang_acache.srt.flags import NAMESPACE
 from sglang_acache.srt.kv_device import AllocatorPool
 from sglang_acache.srt.launch import is_ours, launch_params, launch_reuse

@@ -42,7 +42,8 @@ class FakeAllocator:
 
     def free(self, slots: torch.Tensor) -> None:
         freed = slots.tolist()
-        assert not set(freed) & set(self.free_slots) and len(set(freed)) == len(freed), "slot freed twice"
+        assert not set(freed) & set(self.free_slots), "slot freed twice"
+        assert len(set(freed)) == len(freed), "slot freed twice at once"
         self.free_slots += freed
 
 
