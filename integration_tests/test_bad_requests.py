@@ -192,10 +192,10 @@ def test_a_canvas_that_just_fits_and_one_that_does_not(serving: Server) -> None:
     ],
 )
 def test_wrong_types(serving: Server, field: str, value: Any) -> None:
-    """SGLang's own schema of ``/generate`` refuses these, naming the value and the type it wants."""
+    """SGLang's own schema of ``/generate`` refuses these, with the value and the type; the field's name is added."""
     response = serving.post("/generate", {"text": prompt(9), "sampling_params": {**GOOD, field: value}})
     assert response.status_code == 400
-    assert "invalid type" in response.text
+    assert f"{field}: invalid type" in response.text
 
 
 OPENAI: tuple[tuple[str, dict[str, Any]], ...] = (

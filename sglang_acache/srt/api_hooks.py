@@ -52,6 +52,32 @@ def default_sampling_params(result: dict[str, Any], model_config: Any) -> dict[s
     return {"temperature": model_defaults(model_config.hf_config).temperature, **result}
 
 
+def name_contract_field(result: str | None, body: Any) -> str | None:
+    """AFTER ``generate_contract_error``: SGLang's schema error says what is wrong, this says in which field."""
+    if result is None or not isinstance(body, dict) or not _serves_ours():
+        return result
+    from sglang.api.v1.api_types import GenerateRequest, JsonContractError
+
+    sampling = body.get("sampling_params")
+    fields = [(key, {key: value}) for key, value in body.items() if key != "sampling_params"]
+    if isinstance(sampling, dict):
+        fields += [(key, {"sampling_params": {key: value}}) for key, value in sampling.items()]
+    for key, alone in fields:
+        try:
+            GenerateRequest.from_json_value(alone)
+        except JsonContractError as error:
+            return f"{key}: {error}"
+    return result
+
+
+def _serves_ours() -> bool:
+    """Whether this HTTP process serves one of our models."""
+    from sglang.srt.entrypoints import http_server
+
+    state = http_server._global_state
+    return state is not None and is_ours(state.tokenizer_manager.model_config.hf_config.architectures)
+
+
 def _limits(manager: Any) -> RequestLimits:
     limits = getattr(manager, "_acache_limits", None)
     if limits is None:

@@ -84,6 +84,13 @@ PINS: tuple[Pin, ...] = (
         "before",
         "sglang_acache.srt.spans_routes:install",
     ),
+    Pin(
+        f"{_SRT}.entrypoints.api_contract.generate_contract_error",
+        ("body",),
+        "names the field in SGLang's own 400 for a wrong type",
+        "after",
+        "sglang_acache.srt.api_hooks:name_contract_field",
+    ),
     # registries
     Pin(f"{_SRT}.layers.attention.attention_registry.register_attention_backend", ("name",), "acache_* backends"),
     Pin(f"{_SRT}.server_args.add_attention_backend_choices", ("iterable",), "--attention-backend acache_*"),
