@@ -312,9 +312,9 @@ class TestMemory:
             for index in range(16)
         ]
         private = budget(ratio, len(prefix)) + cases[0].canvas_tokens - len(prefix)
-        assert peak_while(server, cases) == 16 * private + len(prefix)
+        assert held_together(server, cases) == 16 * private + len(prefix)
         whole = [replace(case, acache={"enabled": False}) for case in cases]
-        assert peak_while(server, whole) == 16 * cases[0].canvas_tokens
+        assert held_together(server, whole) == 16 * cases[0].canvas_tokens
 
     def test_fresh_keys_to_compare_cost_slots_for_a_moment_only(self, server: Server) -> None:
         """``kv_deviation`` needs the whole canvas until its anchors are chosen; then it gives back the rest."""
@@ -324,15 +324,11 @@ class TestMemory:
             assert used_tokens(server) == expected
 
 
-def peak_while(server: Server, cases: Sequence[Case]) -> int:
-    """Most slots in use while the requests run together."""
+def held_together(server: Server, cases: Sequence[Case]) -> int:
+    """Slots in use while all of the requests run; then they are left."""
     flush(server)
-    peak = 0
-    with ThreadPoolExecutor(len(cases)) as pool:
-        pending = [pool.submit(ask, server, case) for case in cases]
-        while not all(one.done() for one in pending):
-            peak = max(peak, used_tokens(server))
-            time.sleep(0.02)
-        for one in pending:
-            one.result()
-    return peak
+    with contextlib.ExitStack() as running, ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(lambda case: running.enter_context(streaming(server, case)), cases))
+        load = server.get("/v1/loads").json()["loads"][0]
+        assert load["num_running_reqs"] == len(cases), "one is done before another has begun: make them longer"
+    return int(load["num_used_tokens"])

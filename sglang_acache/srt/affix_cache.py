@@ -26,7 +26,7 @@ from sglang_acache.core.spans import SpanTree
 class AffixCache(BasePrefixCache):
     """Row positions a request does not own are shared: ``free_kv_row`` leaves them alone.
 
-    ``tree`` holds the shared spans; None where nothing is reused. ``before_flush`` ends encodings under way.
+    ``tree`` holds the shared spans; None where nothing is reused. ``before_flush`` ends what is under way.
     """
 
     def __init__(self, req_to_token_pool: Any, allocator: Any, page_size: int, device: Any) -> None:

@@ -43,8 +43,7 @@ def declare(affixes: Affixes, declaration: SpanDeclaration, tokenizer: Any, voca
     """Make a declared span known; returns its name. Raises ParamError or SpanNameTaken."""
     tokens = declaration.tokens(plain_encoder(tokenizer), vocab_limit)
     name = affixes.tree.declare(declaration.namespace, tokens, declaration.name, declaration.pinned)
-    if affixes.discovery is not None:
-        affixes.discovery.seed(declaration.namespace, tokens)
+    affixes.seed(declaration.namespace, tokens)
     return name
 
 

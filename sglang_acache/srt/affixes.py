@@ -33,6 +33,7 @@ from sglang_acache.core.spans import (
     choose_spans,
 )
 from sglang_acache.core.spans.breakeven import SpanCost
+from sglang_acache.core.spans.types import TokenArray
 from sglang_acache.srt.importance import ProbeRows, Scorer, build_scorer
 from sglang_acache.srt.kv_device import KvDevice
 from sglang_acache.srt.live_request import LiveRequest
@@ -96,6 +97,7 @@ class Affixes:
         self.debug = debug
         self.counters = AffixCounters()
         self._background: list[SpanHandle] = []
+        self._seeds: list[tuple[str, TokenArray]] = []
         self._digests: dict[int, tuple[np.ndarray, bytes]] = {}
 
     # ── admission ─────────────────────────────────────────────────────────
@@ -180,7 +182,7 @@ class Affixes:
             found,
             canvas=canvas_tokens,
             block_starts=block_starts,
-            request=request.req.rid,
+            request=request.spec.group or request.req.rid,
         )
         for promotion in self.discovery.promotions():
             self.tree.insert(promotion.namespace, promotion.tokens)
@@ -195,26 +197,39 @@ class Affixes:
     def has_background_work(self) -> bool:
         return bool(self._background)
 
-    def drop_background(self) -> None:
-        """Give up encodings that no request waits for; between steps only."""
+    def seed(self, namespace: str, tokens: TokenArray) -> None:
+        """Let discovery count a declared text as seen often enough, now and after every flush."""
+        if self.discovery is not None:
+            self._seeds.append((namespace, tokens))
+            self.discovery.seed(namespace, tokens)
+
+    def before_flush(self) -> None:
+        """Give up encodings that no request waits for, and what was seen so far; between steps only."""
         for handle in self._background:
             self.tree.release(handle)
         self._background = []
+        if self.discovery is not None:
+            self.discovery.forget()
+            for namespace, tokens in self._seeds:
+                self.discovery.seed(namespace, tokens)
 
-    def prepare(self, live: Sequence[LiveRequest]) -> AffixWork:
-        """Do the copies that are due, and return the encodings and probes that ride in the next step."""
+    def prepare(self, live: Sequence[LiveRequest], budget: int) -> AffixWork:
+        """Do the copies that are due, and return the encodings and probes that ride in the next step.
+
+        They take about ``budget`` tokens, at least one of them goes; the others wait for the steps after it.
+        """
         reading = [request for request in live if request.reuse is not None]
         work = AffixWork(started=time.perf_counter())
         handles = list(self._background)
         handles += [read.handle for request in reading if request.reuse for read in request.reuse.reads]
         for handle in handles:
-            if not handle.ready:
+            if not handle.ready and work.tokens < budget:
                 self._begin(handle, work)
         self._background = [handle for handle in self._background if not self._settled(handle)]
         for request in reading:
             if self._advance(request):
                 work.selected.append(request)
-        self._add_probes([request for request in reading if _stage(request) is Stage.PROBING], work)
+        self._add_probes(_within(budget - work.tokens, reading, at_least_one=not work.entries), work)
         return work
 
     def finish(self, work: AffixWork) -> list[tuple[LiveRequest, np.ndarray]]:
@@ -322,6 +337,17 @@ class Affixes:
                     continue
                 if self.device.digest(placement.slots) != known[1]:
                     raise AssertionError(f"shared slots of {handle.match.name!r} were written after encoding")
+
+
+def _within(budget: int, reading: Sequence[LiveRequest], *, at_least_one: bool) -> list[LiveRequest]:
+    """The probing requests, oldest first, whose probes fit ``budget`` tokens."""
+    chosen: list[LiveRequest] = []
+    for request in reading:
+        if _stage(request) is Stage.PROBING:
+            budget -= _probe_rows(request)
+            if budget >= 0 or (at_least_one and not chosen):
+                chosen.append(request)
+    return chosen
 
 
 def _stage(request: LiveRequest) -> Stage:

@@ -46,7 +46,7 @@ class DiffusionEngine:
         self.steps = 0
         self.stepping: list[LiveRequest] = []  # requests that denoise in the step being run, in order of its entries
         self._work = AffixWork()
-        self._refused: tuple[int, int] | None = None  # (request, slots within reach) of the last refused admission
+        self._refused: tuple[LiveRequest, int] | None = None  # the last refused admission, slots then within reach
 
     # ── slots ─────────────────────────────────────────────────────────────
 
@@ -55,11 +55,11 @@ class DiffusionEngine:
 
         A request that was refused is looked at again only when other slots are within reach.
         """
-        key = (id(request), self._slots_within_reach())
-        if self._refused == key:
+        refused, within_reach = self._refused or (None, 0)
+        if refused is request and within_reach == self._slots_within_reach():
             return False
         if self.req_to_token_pool.available_size() == 0 or not self._reserve(request):
-            self._refused = (id(request), self._slots_within_reach())
+            self._refused = (request, self._slots_within_reach())
             return False
         request.waiting_since = self.steps
         self.live.append(request)
@@ -107,8 +107,8 @@ class DiffusionEngine:
     def _allocate(self, count: int) -> np.ndarray | None:
         """``count`` private slots, evicting shared ones that nobody reads where the pool is short."""
         missing = count - self.slots.available()
-        if missing > 0 and self.affixes is not None:
-            self.affixes.tree.evict(missing)
+        if missing > 0 and self.affixes is not None and missing <= self.affixes.tree.evictable:
+            self.affixes.tree.evict(missing)  # only where it helps: what is evicted must be encoded again
         return self.slots.alloc(count)
 
     def _take_row(self, request: LiveRequest, slots: np.ndarray) -> None:
@@ -143,7 +143,7 @@ class DiffusionEngine:
 
     def next_step(self) -> DiffusionStep | None:
         """The next ragged forward: encodings and probes of shared spans, then denoising; None when idle."""
-        self._work = AffixWork() if self.affixes is None else self.affixes.prepare(self.live)
+        self._work = AffixWork() if self.affixes is None else self.affixes.prepare(self.live, self.step_tokens)
         for request in self._work.selected:
             self._write_row(request)
         ready = [request for request in self.live if request.reuse is None or request.reuse.stage is Stage.DENOISING]

@@ -75,7 +75,7 @@ class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[cal
     ] = None
     acache_affix_file: A[
         Optional[str],
-        Arg(help="ACache: JSONL file of spans to declare at launch: text or ids, name, pinned, namespace."),
+        Arg(help="ACache: JSONL file of spans to declare at launch: text or ids, name, pinned, cache_salt, extra_key."),
         _NS,
     ] = None
     acache_discover: A[

@@ -10,7 +10,12 @@ CPU_KV_TOKENS = 65_536
 
 def activate() -> str | None:
     """Entry point of ``sglang.srt.platforms``: our platform where torch sees no accelerator, else None."""
+    import os
+
     import torch
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None  # the user asked for SGLang's own CPU build
 
     accelerated = torch.cuda.is_available() or torch.xpu.is_available() or hasattr(torch, "npu")
     return None if accelerated else f"{__name__}.{_platform_class().__name__}"

@@ -6,6 +6,8 @@ import os
 import sys
 import traceback
 
+MODEL_PACKAGE = "sglang_acache.models"
+
 
 def register() -> None:
     """Register models, backends and hooks. SGLang swallows exceptions of plugins, so a failure exits instead."""
@@ -33,7 +35,13 @@ def _register_models() -> None:
     from sglang_acache.models.defaults import MODEL_DEFAULTS
     from sglang_acache.srt.launch import model_overrides, resolve_diffusion
 
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sglang_acache.models")
+    package = os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
+    if package != MODEL_PACKAGE:
+        print(
+            f"warning: SGLANG_EXTERNAL_MODEL_PACKAGE is {package}, so LLaDA and Dream are not registered; "
+            "unset it to serve them",
+            file=sys.stderr,
+        )
     register_configs()
     for architecture in MODEL_DEFAULTS:
         register_model_override(architecture)(model_overrides)

@@ -8,6 +8,7 @@ no nested values there.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ class RequestSpec:
     params: DiffusionParams
     right_context: list[int] = field(default_factory=list)
     cache_options: dict[str, Any] = field(default_factory=dict)
+    group: str = field(default="", compare=False)
+    """The same for all parallel samples (``n``) of one prompt, which are not evidence that its text recurs."""
 
     def to_wire(self) -> dict[str, str]:
         return {WIRE_KEY: json.dumps(asdict(self))}
@@ -39,7 +42,7 @@ class RequestSpec:
         if not custom_params or WIRE_KEY not in custom_params:
             return cls(defaults)
         fields = json.loads(custom_params[WIRE_KEY])
-        return cls(DiffusionParams(**fields["params"]), fields["right_context"], fields["cache_options"])
+        return cls(**{**fields, "params": DiffusionParams(**fields["params"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,7 @@ def normalise_request(
     check_integer("max_new_tokens", out["max_new_tokens"], minimum=0)
     if out.get("temperature") is None:
         out["temperature"] = limits.temperature
-    if limits.stop_token_ids:
-        out["stop_token_ids"] = [*(out.get("stop_token_ids") or []), *limits.stop_token_ids]
+    out["stop_token_ids"] = [*_token_ids("stop_token_ids", out.get("stop_token_ids")), *limits.stop_token_ids]
     refuse_unsupported(request, out)
     spec = _parse_spec(out.get("custom_params"), len(left_context), limits, tokenize)
     _check_prompt(left_context, spec, limits)
@@ -170,7 +172,8 @@ def _parse_spec(
     values = {key: value for key, value in custom.items() if key not in (*TEXT_FIELDS, REUSE_FIELD)}
     params = override(limits.defaults, values, known=(*DIFFUSION_FIELDS, *TEXT_FIELDS, REUSE_FIELD))
     right = _right_context(custom, limits, tokenize)
-    return RequestSpec(params, right, _reuse(custom.get(REUSE_FIELD), left, len(right), limits))
+    reuse = _reuse(custom.get(REUSE_FIELD), left, len(right), limits)
+    return RequestSpec(params, right, reuse, group=uuid.uuid4().hex)
 
 
 def _reuse(values: Any, left: int, right: int, limits: RequestLimits) -> dict[str, Any]:
@@ -201,6 +204,13 @@ def _right_context(
     if tokenize is None:
         raise ParamError("suffix", "this server has no tokenizer; give suffix_ids")
     return tokenize(text)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    ids = [] if value is None else value
+    if not isinstance(ids, list | tuple | set) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise ParamError(name, f"must be a list of token ids, got {value!r}")
+    return list(ids)
 
 
 def _check_prompt(left_context: list[int], spec: RequestSpec, limits: RequestLimits) -> None:

@@ -58,7 +58,7 @@ class DiffusionScheduler(Scheduler):
         )
         if affixes is not None:
             self.tree_cache.tree = affixes.tree
-            self.tree_cache.before_flush = affixes.drop_background
+            self.tree_cache.before_flush = affixes.before_flush
         self.engine = DiffusionEngine(
             req_to_token_pool=self.req_to_token_pool,
             slots=slots,
@@ -112,6 +112,8 @@ class DiffusionScheduler(Scheduler):
         if self.engine is not None:
             self.last_batch = None  # its requests are all in running_batch too: SGLang would release them twice
         super().pause_generation(recv_req)
+        if self.engine is not None:
+            self._drop_retracted()  # now, not at the next step: a flush may come while paused
 
     # ── one step ──────────────────────────────────────────────────────────
 

@@ -17,6 +17,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_acache.core.plan import RowSampling, StepPlan
 from sglang_acache.srt.step import STATE_KEY, LayerObserver, StepTensors
 
+ALTERNATIVE_ROWS = 64
+"""Rows of logits whose alternatives are computed at once: 32 MB a copy at 126k tokens."""
+
 
 class DiffusionBatch(ScheduleBatch):
     """A ``ScheduleBatch`` of one denoising step. ``step`` is set by the scheduler right after ``init_new``."""
@@ -111,14 +114,25 @@ class DiffusionWorker:
         widest = int(step.top_logprobs.max(initial=0))
         if widest == 0:
             return Choices(token.numpy(), confidence.numpy(), logprob.numpy())
-        values, ids = self._alternatives(logits, widest)
-        return Choices(token.numpy(), confidence.numpy(), logprob.numpy(), ids.numpy(), values.numpy())
+        ids, values = self._alternatives(logits, step.top_logprobs, widest)
+        return Choices(token.numpy(), confidence.numpy(), logprob.numpy(), ids, values)
 
-    def _alternatives(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``count`` likeliest tokens a row, under the distribution the reported logprobs come from."""
-        allowed = logits[:, : self.vocab_limit].float().index_fill(1, self.forbidden, float("-inf"))
-        values, ids = torch.log_softmax(allowed, dim=-1).topk(min(count, self.vocab_limit - 1), dim=-1)
-        return values.cpu(), ids.cpu()
+    def _alternatives(self, logits: torch.Tensor, wanted: np.ndarray, widest: int) -> tuple[np.ndarray, np.ndarray]:
+        """Likeliest tokens and their logprobs ``[M, k]``, under the distribution of the reported logprobs.
+
+        Only rows that want any are computed, a few at a time: float32 copies of all rows would not fit beside a
+        large batch at LLaDA's vocabulary.
+        """
+        count = min(widest, self.vocab_limit - 1)
+        ids = np.zeros((len(logits), count), dtype=np.int64)
+        values = np.zeros((len(logits), count), dtype=np.float32)
+        rows = np.flatnonzero(wanted)
+        for part in np.array_split(rows, max(1, -(-len(rows) // ALTERNATIVE_ROWS))):
+            index = torch.from_numpy(part).to(logits.device)
+            allowed = logits[index, : self.vocab_limit].float().index_fill_(1, self.forbidden, float("-inf"))
+            best = torch.log_softmax(allowed, dim=-1).topk(count, dim=-1)
+            ids[part], values[part] = best.indices.cpu().numpy(), best.values.cpu().numpy()
+        return ids, values
 
     def _agree(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         """Rows on the host; under tensor parallelism those of rank 0, so that every rank commits the same tokens."""

@@ -105,10 +105,16 @@ def fake_req(rid: str, tokens: list[int], max_new_tokens: int) -> Any:
 
 
 def fake_request(
-    rid: str, tokens: list[int], max_new_tokens: int, reuse: ReuseParams, *, right: list[int] | None = None
+    rid: str,
+    tokens: list[int],
+    max_new_tokens: int,
+    reuse: ReuseParams,
+    *,
+    right: list[int] | None = None,
+    group: str = "",
 ) -> LiveRequest:
     params = DiffusionParams(block_length=4, threshold=None, steps=None, factor=1.0)
-    return LiveRequest(fake_req(rid, tokens, max_new_tokens), RequestSpec(params, right or []), reuse)
+    return LiveRequest(fake_req(rid, tokens, max_new_tokens), RequestSpec(params, right or [], group=group), reuse)
 
 
 class World:
@@ -123,7 +129,7 @@ class World:
         self.affixes = Affixes(self.tree, Discovery(min_tokens=8), self.kv, debug=True)  # type: ignore[arg-type]
         self.cache = AffixCache(self.rows, self.allocator, 1, "cpu")
         self.cache.tree = self.tree
-        self.cache.before_flush = self.affixes.drop_background
+        self.cache.before_flush = self.affixes.before_flush
         self.engine = DiffusionEngine(
             req_to_token_pool=self.rows,
             slots=pool,

@@ -100,6 +100,43 @@ class ShiftedEngineMachine(EngineMachine):
             assert request.state.write_slot_map[before] >= 0
 
 
+def test_parallel_samples_are_no_evidence_that_text_recurs() -> None:
+    world = World(slots=260)
+    for sample in range(3):
+        request = fake_request(f"r{sample}", TEXTS[2], 4, ReuseParams(), group="one prompt")
+        assert world.engine.try_admit(request)
+    assert not world.affixes.has_background_work
+
+
+def test_encodings_and_probes_keep_to_the_budget() -> None:
+    world = World(slots=2000)
+    world.tree.declare("[null, null]", TEXTS[2])
+    for index in range(6):
+        request = fake_request(f"r{index}", TEXTS[2] + [index] * 40, 8, ReuseParams())
+        assert world.engine.try_admit(request)
+    world.engine.step_tokens = 100
+    for _ in range(40):
+        step = world.engine.next_step()
+        if step is None:
+            break
+        assert len(step.plan.tokens) <= 100 + max(len(request.state.canvas) for request in world.engine.live)
+        world.step()
+    assert not world.engine.live
+
+
+def test_a_refused_admission_evicts_nothing_in_vain() -> None:
+    world = World(slots=200)
+    world.tree.declare("[null, null]", TEXTS[2])
+    first = fake_request("first", TEXTS[2] + [1, 2, 3], 4, ReuseParams())
+    assert world.engine.try_admit(first)
+    while world.engine.live:
+        world.step()
+    kept = world.tree.evictable
+    assert kept == len(TEXTS[2])
+    assert not world.engine.try_admit(fake_request("huge", [5] * 300, 4, ReuseParams()))
+    assert world.tree.evictable == kept
+
+
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestShiftedEngine = ShiftedEngineMachine.TestCase

@@ -23,7 +23,8 @@ def affixes() -> Affixes:
     """Spans without a device: nothing here forwards."""
     tree = SpanTree(ListSlotPool(500), min_tokens=16, max_shared_tokens=200)
     discovery = Discovery(min_tokens=16)
-    return cast(Affixes, SimpleNamespace(tree=tree, discovery=discovery, counters=AffixCounters()))
+    fake = SimpleNamespace(tree=tree, discovery=discovery, counters=AffixCounters(), seed=discovery.seed)
+    return cast(Affixes, fake)
 
 
 @pytest.fixture
