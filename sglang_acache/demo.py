@@ -38,17 +38,20 @@ class Outcome:
 
 
 def run_demo(*, stay: bool) -> int:
-    """Start the server, ask, print; with ``stay`` keep serving until Ctrl-C. 0 when it all worked."""
+    """Start the server, ask, print; with ``stay`` keep serving until Ctrl-C. 1 where answers are wrong or nothing was reused."""
     flags = ["--enable-acache"]
     print(f"python -m sglang.launch_server --model llada-tiny {' '.join(flags)}  (half a minute or so) ...", flush=True)
     with serve("llada-tiny", flags) as target:
         print(f"server ready at {target.url}\n")
+        worked = True
         for layout in task.LAYOUTS:
-            _show(layout, *_measure(target.url, layout))
+            items, full, reused = _measure(target.url, layout)
+            _show(layout, items, full, reused)
+            worked &= all(outcome.correct for outcome in full) and all(one.cached_tokens > 0 for one in reused)
         _explain()
         if stay:
             _wait(target.url)
-    return 0
+    return 0 if worked else 1
 
 
 def _wait(url: str) -> None:
