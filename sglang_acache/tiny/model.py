@@ -47,9 +47,13 @@ class TinyConfig:
             "eos_token_id": ids[words.EOS],
             "pad_token_id": ids[words.EOS],
             "mask_token_id": ids[words.MASK],
+            "default_block_length": DEFAULT_BLOCK_LENGTH,
             **_PUBLISHED_CONSTANTS,
         }
 
+
+DEFAULT_BLOCK_LENGTH = 4
+"""Ours, not the published layout's: the block length the model was trained for, which servers then default to."""
 
 _PUBLISHED_CONSTANTS = {
     "activation_type": "silu",
