@@ -141,14 +141,15 @@ class World:
         )
         self.random = np.random.default_rng(seed)
 
-    def step(self) -> None:
-        """One step: plan, pretend to forward, commit, release what is complete."""
+    def step(self) -> int:
+        """One step: plan, pretend to forward, commit, release what is complete. Returns the tokens forwarded."""
         step = self.engine.next_step()
         if step is None:
-            return
+            return 0
         self._forward(step)
         self.engine.apply(step, self._choices(len(step.plan.logit_rows)))
         self.release([r for r in self.engine.live if r.state is not None and r.state.canvas.complete])
+        return len(step.plan.tokens)
 
     def release(self, requests: list[LiveRequest]) -> None:
         """What the scheduler does when requests end."""
