@@ -71,7 +71,8 @@ class Case:
 
         def moved(span: Affix) -> Affix:
             by = 0 if span.start < len(self.left) else self.hole
-            return Affix(span.start + by, span.stop + by, tuple(cut + by for cut in span.cuts))
+            root = None if span.root is None else span.root + by
+            return Affix(span.start + by, span.stop + by, tuple(cut + by for cut in span.cuts), root)
 
         return [moved(span) for span in self.spans]
 

@@ -169,6 +169,28 @@ class TestDeclaredAtLaunch:
         assert_as_expected(answer, tiny_reference.expect(case))
         assert_as_expected(ask(tiny, replace(case, named=True)), tiny_reference.expect(case))
 
+    def test_text_found_right_behind_it_is_read_apart(self, tiny: Server, tiny_reference: ReuseReference) -> None:
+        """The declared facts keep their own K/V and their own anchors; what follows them is a span beside them."""
+        facts = vocabulary.encode(str(DECLARED_AT_LAUNCH[2]["text"]))
+        recurring = vocabulary.encode(" ".join(vocabulary.FILLER[:40]))
+        told = []
+        for seed in range(4):
+            question = vocabulary.encode(task.shared_requests(180, 4, "prefix")[seed].left)[-12:]
+            case = Case([*facts, *recurring, *question], new_tokens=32, params={"block_length": 4, "steps": 32})
+            answer = ask(tiny, replace(case, named=False), cache_salt="tenant")
+            told.append((case, answer, account_of(answer)["spans"]))
+        first, last = told[0][2], told[-1][2]
+        assert [span["name"] for span in first] == ["tenant-facts"]
+        declared, found = last
+        assert declared == first[0]
+        assert found["source"] == "discovered"
+        edge, length = declared["start"] + declared["length"], found["length"]
+        assert found["start"] == edge
+        assert length >= len(recurring)
+        case, answer, _ = told[-1]
+        spans = (Affix(declared["start"], edge), Affix(edge, edge + length, root=declared["start"]))
+        assert_as_expected(answer, tiny_reference.expect(replace(case, spans=spans)))
+
     def test_of_a_tenant(self, tiny: Server) -> None:
         item = task.shared_requests(71, 10, "prefix")[9]
         answer = ask(tiny, case_of(item), cache_salt="tenant")

@@ -267,15 +267,21 @@ class TestDepartures:
 
     @pytest.mark.parametrize("mode", ["retract", "in_place"])
     def test_pause(self, server: Server, mode: str) -> None:
-        """Requests that SGLang puts back in the queue give up what they read, and read it again."""
+        """Requests that SGLang puts back in the queue give up what they read, and read it again, though it was flushed.
+
+        Those that stay where they are keep it: a flush is refused.
+        """
         cases = [slow_case(index, new_tokens=64, params={"steps": 64, "cache": "none"}) for index in range(4)]
         with ThreadPoolExecutor(len(cases)) as pool:
             pending = [pool.submit(ask, server, case) for case in cases]
+            flushed = []
             for _ in range(3):
                 time.sleep(0.3)
                 assert server.post("/pause_generation", {"mode": mode}).status_code == 200
+                flushed.append(server.post("/flush_cache", {}).status_code == 200)
                 assert server.post("/continue_generation", {}).status_code == 200
             answers = [one.result() for one in pending]
+        assert flushed[0] == (mode == "retract")
         assert [len(answer["output_ids"]) for answer in answers] == [64] * 4
         assert all(account_of(answer)["affix_tokens"] == len(DOCUMENT) for answer in answers)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from integration_tests.ordinary_model import write_llama
-from integration_tests.server import launch_command, server_environment
+from integration_tests.server import server_environment
+from sglang_acache.server_process import launch_command
 
 LIMIT_S = 600.0
 LLADA, LLAMA = "<llada>", "<llama>"

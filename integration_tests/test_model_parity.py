@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from integration_tests.oracle.cached_transformer import CachedTransformer
 from integration_tests.oracle.checkpoints import CheckpointSpec, dream_spec, write_checkpoint
-from integration_tests.oracle.sglang_runner import Query, SGLangRunner, free_port, save_logits, whole_canvas
+from integration_tests.oracle.sglang_runner import Query, SGLangRunner, save_logits, whole_canvas
 from integration_tests.oracle.transformers_oracle import TransformersOracle
+from sglang_acache.server_process import free_port
 
 SPECS = {
     "llada": CheckpointSpec(rope_theta=500000.0),

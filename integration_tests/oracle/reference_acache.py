@@ -21,12 +21,14 @@ class Affix:
     """Positions [start, stop) of the canvas, shared with other requests.
 
     ``cuts`` (positions inside) split it into the nodes of a radix tree: a node is encoded seeing itself in both
-    directions and its ancestors' frozen K/V.
+    directions and its ancestors' frozen K/V. ``root``: where the path begins, if an affix before this one is its
+    ancestor; that one comes first in a request's list.
     """
 
     start: int
     stop: int
     cuts: tuple[int, ...] = ()
+    root: int | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -175,8 +177,9 @@ class ACacheForward:
 
 def encode(model: CachedTransformer, tokens: torch.Tensor, affix: Affix, cache: KVCache) -> None:
     """Store the affix's shared K/V: from its own tokens alone, node by node."""
+    first = affix.start if affix.root is None else affix.root
     for start, stop in affix.nodes():
-        model.forward(tokens, torch.arange(start, stop), cache, visible=torch.arange(affix.start, stop))
+        model.forward(tokens, torch.arange(start, stop), cache, visible=torch.arange(first, stop))
 
 
 def budget(ratio: float, length: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
+from sglang_acache.server_process import free_port
 
 POOL_TOKENS = 2048
 
@@ -155,10 +156,3 @@ def _forward_batch(queries: Sequence[Query]) -> Any:
 
 def _flat(parts: Any) -> torch.Tensor:
     return torch.tensor([int(item) for part in parts for item in part], dtype=torch.int64)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

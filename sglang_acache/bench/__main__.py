@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.out is None:
         options.out = Path("results") / options.command
     warnings.filterwarnings("ignore", category=FutureWarning)
-    from sglang_acache.bench.server import ServerFailed
+    from sglang_acache.server_process import ServerFailed
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the server is stopped too
     try:

@@ -28,8 +28,8 @@ from sglang_acache.bench.options import (
     ordinary_words,
 )
 from sglang_acache.bench.report import Plot, Report, Series, Table
-from sglang_acache.bench.server import ServerFailed
 from sglang_acache.bench.workloads import Shape, generate_payload, shared_prompts
+from sglang_acache.server_process import ServerFailed
 
 FOUR_SHOT_SHARE = 0.587
 """Share of a canvas that four worked examples take, for which the formula gives the paper's -43.3% at 16 requests."""

@@ -20,7 +20,8 @@ from sglang_acache.bench.client import Client, closed_loop
 from sglang_acache.bench.options import REUSE_FLAGS
 from sglang_acache.bench.peers_scripts import Outcome, PeerFailed
 from sglang_acache.bench.peers_work import PUBLISHED_MASK, Request, Work, read_words
-from sglang_acache.bench.server import HOST, _free_port, _stop, serve, status
+from sglang_acache.bench.server import serve
+from sglang_acache.server_process import HOST, free_port, status, stop
 
 START_TIMEOUT_S = 600.0
 MODEL_CODE = ("configuration_llada.py", "modeling_llada.py")
@@ -138,7 +139,7 @@ class ServerPeer:
     def start(self, work: Work, threads: int) -> Iterator[ServerRunner]:
         with tempfile.TemporaryDirectory(prefix="acache-peer-") as folder:
             model = with_code(work.model, Path(folder) / f"llada-{work.name}", self.code)
-            port, log = _free_port(), Path(folder) / "log.txt"
+            port, log = free_port(), Path(folder) / "log.txt"
             with log.open("wb") as sink:
                 process = subprocess.Popen(
                     self.command(model, port, work), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
@@ -151,7 +152,7 @@ class ServerPeer:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGCONT)
-                _stop(process)
+                stop(process)
 
 
 @dataclass

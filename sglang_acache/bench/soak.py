@@ -22,9 +22,10 @@ from tqdm import tqdm
 from sglang_acache.bench.client import Answer, Client
 from sglang_acache.bench.options import REUSE_FLAGS, add_common, dtype_flags, model_folder, ordinary_words
 from sglang_acache.bench.report import Plot, Report, Series, Table
-from sglang_acache.bench.server import STRICT_MEMORY_CHECKS, Target, serve
+from sglang_acache.bench.server import Target, serve
 from sglang_acache.bench.soak_requests import CHECKED, MODES, Item, bad_payload, random_items, tiny_items
 from sglang_acache.bench.stats import percentiles
+from sglang_acache.server_process import MEMORY_CHECKS
 
 TINY = "llada-tiny"
 FAULTS = ("memory leak", "Leak", "Traceback", "double free", "use-after-free", "AssertionError")
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         flags = [*REUSE_FLAGS, *dtype_flags("float32"), "--max-total-tokens", str(options.pool)]
         flags += ["--max-running-requests", "16", "--enable-metrics", *options.server_flags]
         with serve(
-            model, flags, base_url=options.base_url, threads=options.threads, env=STRICT_MEMORY_CHECKS
+            model, flags, base_url=options.base_url, threads=options.threads, env=MEMORY_CHECKS
         ) as target:
             began = time.monotonic()
             tally = asyncio.run(_soak(target, items, options))
@@ -214,8 +215,8 @@ async def _rest(client: Client, target: Target, tally: Tally) -> bool:
     except Exception as error:  # whatever it is, the server no longer answers as it should
         tally.problems.append(f"the server is gone ({type(error).__name__}: {error})\n{target.log_tail()}")
         return False
-    if target.process is not None:
-        tally.memory.append(process_memory(target.process.pid))
+    if target.own is not None:
+        tally.memory.append(process_memory(target.own.process.pid))
     return target.alive
 
 
@@ -234,9 +235,9 @@ def process_memory(root: int) -> dict[str, float]:
 
 
 def _check_log(target: Target, tally: Tally) -> None:
-    if target.log is None:
+    if target.own is None:
         return
-    lines = target.log.read_text(errors="replace").splitlines()
+    lines = target.own.log_lines()
     at = [number for number, line in enumerate(lines) if any(word in line for word in FAULTS)]
     faults = [text for text in (fault(lines, number) for number in at) if KNOWN_FAULT not in text[-1]]
     tally.known_faults = len(at) - len(faults)

@@ -27,12 +27,18 @@ class Stage(Enum):
 class AffixRead:
     """One span as one request reads it.
 
-    ``local`` int64 ``[L]``: offsets within the span that may be read from shared slots. All of them, but for the
-    position before the answer where logits are shifted: its hidden state is needed, so it is forwarded always.
+    ``local`` int64 ``[L]``, ascending, L >= 1: offsets within the span that are read from shared slots. Not among them
+    are a beginning that another read covers, and the position before the answer where logits are shifted: its hidden
+    state is needed, so it is forwarded always.
     """
 
     handle: SpanHandle
     local: np.ndarray
+
+    @property
+    def start(self) -> int:
+        """Canvas position of the first token read; there is at least one."""
+        return int(self.local[0]) + self.handle.start
 
     @property
     def positions(self) -> np.ndarray:
@@ -89,6 +95,8 @@ class Reuse:
 
     def begin(self, request: DiffusionRequest, slots: np.ndarray) -> None:
         """Lay the request's maps over ``slots``, int64 ``[private_needed]``."""
+        for read in self.reads:
+            read.handle.count_hit()
         if self.policy.needs == "kv_deviation":
             request.use_private_slots(slots)
             return
@@ -138,7 +146,7 @@ class Reuse:
         self.stats.spans = [
             {
                 "name": read.handle.match.name,
-                "start": read.handle.start,
+                "start": read.start,
                 "length": len(read),
                 "source": read.handle.match.source,
                 "rebased": read.handle.reads_copy,

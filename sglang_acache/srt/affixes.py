@@ -28,6 +28,7 @@ from sglang_acache.core.spans import (
     Segment,
     SpanHandle,
     SpanMatch,
+    SpanPart,
     SpanTree,
     State,
     choose_spans,
@@ -111,28 +112,30 @@ class Affixes:
         if not params.enabled or (exact_ratio(params.anchor_ratio) == 1 and params.coverage is None):
             return Opening()
         policy = _policy(params, request)
-        matches = self._matches(request, params, policy, canvas_tokens, block_starts)
-        handles = [self.tree.acquire(match) for match in matches]
-        reads = [_read(handle, no_share) for handle in handles if handle is not None]
+        parts = self._parts(request, params, policy, canvas_tokens, block_starts)
+        handles = [self.tree.acquire(part.match) for part in parts]
+        reads = [_read(handle, part, no_share) for part, handle in zip(parts, handles, strict=True) if handle]
+        reads.sort(key=lambda read: read.start)
         reuse = Reuse(reads, policy, canvas_tokens, fused=params.probe == "fused") if reads else None
-        return Opening(reuse, None in handles and self._has_room_alone(matches, handles))
+        return Opening(reuse, self._has_room_alone(parts, handles))
 
-    def _has_room_alone(self, matches: Sequence[SpanMatch], handles: Sequence[SpanHandle | None]) -> bool:
+    def _has_room_alone(self, parts: Sequence[SpanPart], handles: Sequence[SpanHandle | None]) -> bool:
         """Whether a span with a claim that has no room now would have it if nobody else read anything."""
         room = self.tree.room_alone(shared=True)
-        for match, handle in zip(matches, handles, strict=True):
-            needed = match.length if handle is None else handle.unpinned_tokens
-            if needed > room:
+        for part, handle in zip(parts, handles, strict=True):
+            needed = part.match.length if handle is None else handle.unpinned_tokens
+            if needed > room or not part.match.claimed:
                 continue
             room -= needed
-            if handle is None and _has_claim(match):
+            if handle is None:
                 return True
         return False
 
     def fits_alone(self, reuse: Reuse) -> bool:
         """Whether the request has a claim to its spans and would fit with them if there were no other request."""
-        shared = sum(read.handle.unpinned_tokens for read in reuse.reads)
-        claimed = any(_has_claim(read.handle.match) for read in reuse.reads)
+        held = {id(one): one for read in reuse.reads for one in read.handle.placements}
+        shared = sum(len(one) for one in held.values() if not one.pinned)
+        claimed = any(read.handle.match.claimed for read in reuse.reads)
         return claimed and reuse.private_needed + shared <= self.tree.room_alone(shared=False)
 
     def close(self, reuse: Reuse) -> None:
@@ -143,25 +146,36 @@ class Affixes:
             self.tree.release(read.handle)
         reuse.closed = True
 
-    def _matches(
+    def _parts(
         self,
         request: LiveRequest,
         params: ReuseParams,
         policy: AnchorPolicy,
         canvas_tokens: int,
         block_starts: int,
-    ) -> list[SpanMatch]:
+    ) -> list[SpanPart]:
+        """What the request is to read, in the order in which it may take room.
+
+        Declared spans are judged among themselves and come first; what was discovered is judged on top of them.
+        """
         namespace, segments = request.namespace, request.segments
         if params.spans:
-            return [self._named(namespace, segments, start, end) for start, end in params.spans]
+            return [SpanPart(self._named(namespace, segments, start, end)) for start, end in params.spans]
         found = self.tree.match(namespace, segments)
         if self.discovery is not None and not request.observed:
             request.observed = True
             self._observe(request, found, canvas_tokens, block_starts)
-        # By length alone, never by what is encoded now: that would make answers depend on who came before.
-        costs = [SpanCost(match.length) for match in found]
-        keep = choose_spans(canvas_tokens, costs, block_starts, policy.ratio, needs=policy.needs)
-        return [match for match, worth in zip(found, keep, strict=True) if worth]
+        parts = [part for match in found for part in self.tree.parts(match)]
+        chosen: list[SpanPart] = []
+        for claimed in (True, False):
+            # By length alone, never by what is encoded now: that would make answers depend on who came before.
+            candidates = [part for part in parts if part.match.claimed is claimed]
+            costs = [SpanCost(part.length) for part in candidates]
+            keep = choose_spans(
+                canvas_tokens, costs, block_starts, policy.ratio, needs=policy.needs, probed=bool(chosen)
+            )
+            chosen += [part for part, worth in zip(candidates, keep, strict=True) if worth]
+        return chosen
 
     def _named(self, namespace: str, segments: Sequence[Segment], start: int, end: int) -> SpanMatch:
         """A span named by offsets in prompt + suffix, on one side of the hole."""
@@ -354,12 +368,6 @@ def _stage(request: LiveRequest) -> Stage:
     return Stage.DENOISING if request.reuse is None else request.reuse.stage
 
 
-def _has_claim(match: SpanMatch) -> bool:
-    """Whether the span must be read if it can be, so that answers do not depend on what others read. One that was
-    discovered is passed over for want of room: when it was found depended on others anyway."""
-    return match.source != "discovered"
-
-
 def _policy(params: ReuseParams, request: LiveRequest) -> AnchorPolicy:
     drop = params.selector == "drop_non_anchors"
     return AnchorPolicy(
@@ -382,8 +390,8 @@ def _memory_key(request: LiveRequest, read: AffixRead) -> tuple[str, int]:
     return request.reuse.policy.needs, len(read)
 
 
-def _read(handle: SpanHandle, no_share: int | None) -> AffixRead:
-    local = np.arange(len(handle))
+def _read(handle: SpanHandle, part: SpanPart, no_share: int | None) -> AffixRead:
+    local = np.arange(part.first, len(handle))
     if no_share is not None:
         local = local[local + handle.start != no_share]
     return AffixRead(handle, local)

@@ -9,7 +9,7 @@ import torch
 from acache_kernels.attention import get_attention_kernel
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_acache.srt.step import StepTensors, step_of
+from sglang_acache.srt.step import LayerAttention, StepTensors, step_of
 
 
 class AcacheAttentionBackend(AttentionBackend):
@@ -63,8 +63,10 @@ class AcacheAttentionBackend(AttentionBackend):
         out, lse = self.kernel.run(
             self._plan, query, keys, values, scale=layer.scaling, return_lse=bool(observers)
         )
-        for observer in observers:
-            observer.observe(layer, query, key, value, keys, values, lse)
+        if observers:
+            attention = LayerAttention(query, key, value, keys, values, lse, layer.scaling)
+            for observer in observers:
+                observer.observe(attention)
         return out.reshape(-1, heads * dim)
 
     forward_decode = forward_extend

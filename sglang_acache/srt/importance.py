@@ -11,6 +11,8 @@ import torch
 from acache_kernels.importance import accumulate_importance
 from acache_kernels.layout import ImportanceTargets
 
+from sglang_acache.srt.step import LayerAttention
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeRows:
@@ -39,18 +41,15 @@ class AttentionImportance:
         )
         self.scores = torch.zeros(sum(self.lengths), dtype=torch.float32, device=device)
 
-    def observe(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def observe(self, attention: LayerAttention) -> None:
         accumulate_importance(
-            self.scores, query, k_pool, lse, self.targets, scale=layer.scaling, mode=self.mode
+            self.scores,
+            attention.query,
+            attention.k_pool,
+            attention.lse,
+            self.targets,
+            scale=attention.scale,
+            mode=self.mode,
         )
 
 
@@ -65,17 +64,8 @@ class KvDeviation:
         self.slots = torch.from_numpy(np.concatenate([probe.key_slots for probe in probes])).to(device)
         self.scores = torch.zeros(sum(self.lengths), dtype=torch.float32, device=device)
 
-    def observe(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        for fresh, pool in ((key, k_pool), (value, v_pool)):
+    def observe(self, attention: LayerAttention) -> None:
+        for fresh, pool in ((attention.key, attention.k_pool), (attention.value, attention.v_pool)):
             difference = fresh[self.rows].float() - pool[self.slots].float()
             self.scores += difference.square().sum(dim=(1, 2))
 

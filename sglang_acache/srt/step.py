@@ -16,20 +16,27 @@ STATE_KEY = "acache"
 """Key of ``ForwardBatch.model_specific_states`` under which a step travels to the model and the backend."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """One layer's attention of a step, after its K/V was stored.
+
+    ``query`` ``[N, Hq, D]``, ``key`` and ``value`` ``[N, Hkv, D]``: the step's rows. ``k_pool`` and ``v_pool``
+    ``[S, Hkv, D]``: the layer's K/V of all slots. ``lse`` float32 ``[N, Hq]``: log-sum-exp of the scaled scores.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+    lse: torch.Tensor | None
+    scale: float
+
+
 class LayerObserver(Protocol):
     """Sees every layer's attention of a step, for instance to sum the importance of a span's tokens."""
 
-    def observe(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """query ``[N, Hq, D]``, key and value ``[N, Hkv, D]``, pools ``[S, Hkv, D]``, lse float32 ``[N, Hq]``."""
+    def observe(self, attention: LayerAttention) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class TestBreakEven:
         assert choose_spans(300, [SpanCost(60), SpanCost(60)], 4, 0.2) == [True, True]
         assert choose_spans(300, [SpanCost(60), SpanCost(60), SpanCost(1)], 4, 0.2) == [True, True, False]
 
+    def test_a_probe_is_paid_once(self) -> None:
+        assert choose_spans(300, [SpanCost(10)], 4, 0.2) == [False]
+        assert choose_spans(300, [SpanCost(10), SpanCost(1)], 4, 0.2, probed=True) == [True, False]
+
     @pytest.mark.parametrize("starts", [1, 3, 4, 8])
     @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
     @pytest.mark.parametrize("needs", ["none", "attention", "kv_deviation"])

@@ -57,6 +57,23 @@ class TestMatch:
         assert where(matches) == [(0, 20), (27, 20), (62, 20)]
         assert [m.name for m in matches] == ["a", "b", "c"]
 
+    def test_parts_of_a_match(self, world: World) -> None:
+        """What was discovered behind a declared span is read apart from it."""
+        world.tree.declare("", A, "a")
+        world.tree.insert("", A + B)
+        (match,) = find(world, A + B + OWN)
+        head, tail = world.tree.parts(match)
+        assert (head.match.tokens.tolist(), head.first, head.length) == (A, 0, 20)
+        assert (head.match.name, head.match.source, head.match.claimed) == ("a", "declared", True)
+        assert (tail.match.tokens.tolist(), tail.first, tail.length) == (A + B, 20, 20)
+        assert (tail.match.source, tail.match.claimed) == ("discovered", False)
+        assert tail.match.name in {info.name for info in world.tree.spans("", source="discovered")}
+        (whole,) = world.tree.parts(find(world, A)[0])
+        assert (whole.match.tokens.tolist(), whole.first) == (A, 0)
+        world.tree.declare("", A + B, "ab")
+        (whole,) = world.tree.parts(find(world, A + B)[0])
+        assert (whole.match.tokens.tolist(), whole.first) == (A + B, 0)
+
     def test_never_across_segments(self, world: World) -> None:
         world.tree.declare("", A, "a")
         assert find(world, A[:10], A[10:], declared_only=True) == []
@@ -460,8 +477,8 @@ class TestMemory:
 
     def test_listing(self, world: World) -> None:
         world.tree.declare("", A + B, "ab", pinned=True)
-        read(world, A + B, start=0)
-        read(world, A + B, start=9)
+        for start in (0, 9):
+            read(world, A + B, start=start).count_hit()
         (info,) = world.tree.spans("")
         assert (info.name, info.source, info.length, info.pinned) == ("ab", "declared", 40, True)
         assert (info.readers, info.hits, info.placements, info.encoded_tokens, info.slots) == (

@@ -102,6 +102,95 @@ def test_a_declared_span_is_read_whatever_is_encoded(answer: int) -> None:
     assert told[0] == told[1]
 
 
+class TestDiscoveredBehindDeclared:
+    """What was discovered right behind a declared span does not change how the declared one is read."""
+
+    HEAD, TAIL, OWN = text(10, 60), text(11, 30), text(12, 10)
+
+    @staticmethod
+    def spans(request: LiveRequest) -> list[tuple[str, int, int]]:
+        assert request.reuse is not None
+        return [(str(one["source"]), one["start"], one["length"]) for one in request.reuse.stats.spans]  # type: ignore[misc]
+
+    def serve(self, world: World, prompt: list[int], answer: int = 32) -> LiveRequest:
+        request = reader("wanted", prompt, answer, named=False)
+        serve_all(world, [request])
+        return request
+
+    def test_each_has_its_anchors(self) -> None:
+        world = World(600)
+        world.tree.declare(NAMESPACE, self.HEAD)
+        world.tree.insert(NAMESPACE, self.HEAD + self.TAIL)
+        request = self.serve(world, self.HEAD + self.TAIL + self.OWN)
+        assert self.spans(request) == [("declared", 0, 60), ("discovered", 60, 30)]
+        assert request.reuse is not None
+        head, tail = request.reuse.reads
+        assert [len(read.handle.anchors.positions) for read in (head, tail) if read.handle.anchors] == [12, 6]
+        assert tail.handle.anchors is not None
+        assert tail.handle.anchors.positions.min() >= 60
+        assert request.reuse.private_needed == 132 - 90 + 18
+
+    def test_the_probe_is_paid_by_the_declared_span(self) -> None:
+        world = World(600)
+        world.tree.declare(NAMESPACE, self.HEAD)
+        world.tree.insert(NAMESPACE, self.HEAD + self.TAIL[:12])
+        request = self.serve(world, self.HEAD + self.TAIL[:12] + self.OWN)
+        assert self.spans(request) == [("declared", 0, 60), ("discovered", 60, 12)]
+
+    def test_a_part_that_does_not_pay_is_left_out(self) -> None:
+        world = World(600)
+        world.tree.declare(NAMESPACE, self.HEAD)
+        world.tree.insert(NAMESPACE, self.HEAD + self.TAIL[:1])
+        request = self.serve(world, [*self.HEAD, self.TAIL[0], *self.OWN])
+        assert self.spans(request) == [("declared", 0, 60)]
+
+    @pytest.mark.parametrize("found", [False, True])
+    def test_it_does_not_make_a_declared_span_pay(self, found: bool) -> None:
+        """Alone the short declared span does not earn the probe; the long text behind it does, for itself."""
+        world = World(600)
+        world.tree.declare(NAMESPACE, self.TAIL)
+        if found:
+            world.tree.insert(NAMESPACE, self.TAIL + self.HEAD)
+        request = self.serve(world, self.TAIL + self.HEAD + self.OWN, 8)
+        if found:
+            assert self.spans(request) == [("discovered", 30, 60)]
+        else:
+            assert request.reuse is None
+
+    def test_it_takes_no_room_from_a_declared_span(self) -> None:
+        world = World(400)  # at most 200 shared slots
+        head, tail, other = text(13, 60), text(14, 100), text(15, 90)
+        world.tree.declare(NAMESPACE, head)
+        world.tree.declare(NAMESPACE, other)
+        world.tree.insert(NAMESPACE, head + tail)
+        request = self.serve(world, head + tail + self.OWN + other)
+        assert self.spans(request) == [("declared", 0, 60), ("declared", 170, 90)]
+
+    def test_room_is_counted_once(self) -> None:
+        """Both parts hold the head's slots; a request that fits alone must wait for others, not read nothing."""
+        world = World(400)
+        world.tree.declare(NAMESPACE, self.HEAD)
+        world.tree.insert(NAMESPACE, self.HEAD + text(16, 100))
+        before = fake_request("before", text(17, 40), 20, ReuseParams(enabled=False))
+        request = reader("wanted", self.HEAD + text(16, 100) + self.OWN, 150, named=False)
+        serve_all(world, [before, request])
+        assert affix_tokens(request) == 160
+
+
+def test_a_hit_is_a_request_that_reads() -> None:
+    world = World(400)
+    world.tree.declare(NAMESPACE, text(18, 60), "one")
+    before = fake_request("before", text(17, 40), 300, ReuseParams(enabled=False))
+    assert world.engine.try_admit(before)
+    request = reader("wanted", text(18, 60), 60, named=False)
+    for _ in range(3):
+        assert not world.engine.try_admit(request), "there is no room beside the other"
+        world.engine._refused = None  # as if slots had come and gone
+    serve_all(world, [request])
+    (info,) = world.tree.spans(NAMESPACE, source="declared")
+    assert info.hits == 1
+
+
 def test_ratio_one_with_coverage_may_take_fewer() -> None:
     world = World(400)
     request = fake_request("r", text(9, 40), 8, ReuseParams(anchor_ratio=1.0, coverage=0.5, spans=((0, 40),)))

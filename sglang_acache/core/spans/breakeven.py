@@ -71,11 +71,16 @@ def choose_spans(
     ratio: Ratio,
     costs: Costs = DEFAULT_COSTS,
     needs: Needs = "attention",
+    *,
+    probed: bool = False,
 ) -> list[bool]:
-    """Which spans to use in a request with ``canvas`` positions that will make ``block_starts`` block starts."""
+    """Which spans to use in a request with ``canvas`` positions that will make ``block_starts`` block starts.
+
+    probed: other spans of the request have paid for its probe already.
+    """
     values = [span_value(span, block_starts, ratio, costs, needs) for span in spans]
     total = sum(value for value in values if value > 0)
-    pays = total > probe_price(canvas, costs, needs)
+    pays = total > (0.0 if probed else probe_price(canvas, costs, needs))
     return [pays and value > 0 for value in values]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from sglang_acache.core.spans.types import (
     Source,
     SpanInfo,
     SpanMatch,
+    SpanPart,
     TokenArray,
     Usage,
     WorkOrder,
@@ -132,6 +134,19 @@ class SpanTree:
             found += matching.find(space, part, least, declared_only)
         return found
 
+    def parts(self, match: SpanMatch) -> list[SpanPart]:
+        """The declared beginning of a match, and apart from it what was discovered behind.
+
+        Each is read on its own account, so that the declared tokens get the anchors that they would get if nothing
+        had been discovered.
+        """
+        space = self.spaces.get(match.namespace)
+        if space is None or not 0 < match.declared < match.length:
+            return [SpanPart(match)]
+        head = matching.describe(space, match.tokens[: match.declared], match.start)
+        tail = replace(match, source="discovered", name=matching.auto_name(match.tokens))
+        return [SpanPart(head), SpanPart(tail, match.declared)]
+
     def request_span(self, namespace: str, tokens: Tokens, start: int) -> SpanMatch:
         """A span that a request names by its offsets, of any length.
 
@@ -172,7 +187,6 @@ class SpanTree:
             return None
         now = self.ledger.tick()
         for node, placement in zip(path, placements, strict=True):
-            node.hits += 1
             node.last_access = now
             self.ledger.touch(placement, now)
         self._serial += 1

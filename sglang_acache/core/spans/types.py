@@ -66,6 +66,27 @@ class SpanMatch:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def claimed(self) -> bool:
+        """Whether it must be read if it can be, so that answers do not depend on what others read. What was discovered
+        may be passed over for want of room: when it was found depended on others anyway."""
+        return self.source != "discovered"
+
+
+@dataclass(frozen=True, eq=False)
+class SpanPart:
+    """The tokens of ``match`` from ``first`` on: judged, acquired and given anchors on an account of their own.
+
+    What stands before ``first`` is another part's; this one only attends to it.
+    """
+
+    match: SpanMatch
+    first: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.match.length - self.first
+
 
 @dataclass(frozen=True, eq=False)
 class Encode:
