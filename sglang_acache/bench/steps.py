@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sglang_acache.bench import attention_cost
+from sglang_acache.bench import attention_cost, unshared
 from sglang_acache.bench.bounds import ModelCost
 from sglang_acache.bench.client import Client, Run, closed_loop
 from sglang_acache.bench.in_process import InProcessScheduler, Step, in_fresh_process
@@ -27,11 +27,15 @@ from sglang_acache.bench.options import (
 from sglang_acache.bench.report import Plot, Report, Series, Table
 from sglang_acache.bench.server import serve
 from sglang_acache.bench.stats import bootstrap, paired_ratio
-from sglang_acache.bench.workloads import Shape, generate_payload, shared_prompts
+from sglang_acache.bench.workloads import Shape, generate_payload, shared_prompts, without_reuse_fields
+from sglang_acache.models.names import resolve_model
 
 POLICIES = ("none", "prefix", "dual")
-PARTS = ("policies", "attention", "concurrency")
+PARTS = ("policies", "attention", "concurrency", "unshared")
 CLIENTS = 16
+TINY = "llada-tiny"
+TINY_SHAPE, TINY_WORDS = Shape(canvas=128, share=0.0, new_tokens=32, per_step=1), 100
+"""Requests of ``llada-tiny``: prompts of its first words, one token a step."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
         _attention(report, options)
     if "concurrency" in options.parts:
         _concurrency(report, options)
+    if "unshared" in options.parts:
+        _unshared(report, options)
     return report.write()
 
 
@@ -187,7 +193,7 @@ def _attention(report: Report, options: argparse.Namespace) -> None:
 def _concurrency(report: Report, options: argparse.Namespace) -> None:
     """``llada-tiny``, whose step is all overhead: what batching requests into one ragged forward is worth."""
     requests, rounds = (8, 1) if options.quick else (4 * CLIENTS, 5)
-    with serve("llada-tiny", options.server_flags, base_url=options.base_url, threads=options.threads) as target:
+    with serve(TINY, options.server_flags, base_url=options.base_url, threads=options.threads) as target:
         rates = asyncio.run(_alternate(target.url, requests, rounds, options.seed))
     gain = paired_ratio(rates[CLIENTS], rates[1])
     report.add(
@@ -202,22 +208,26 @@ def _concurrency(report: Report, options: argparse.Namespace) -> None:
     report.plots.append(Plot("concurrency", "llada-tiny", "clients", "tokens/s", [line]))
 
 
+def _unshared(report: Report, options: argparse.Namespace) -> None:
+    shape = Shape(options.canvas, 0.0, options.new_tokens, options.block_length, options.per_step).check()
+    requests, rounds = (4, 1) if options.quick else (32, 2 * options.rounds)
+    with model_folder(options) as folder:
+        for name, model, canvas in ((options.model, folder, shape), (TINY, resolve_model(TINY), TINY_SHAPE)):
+            for clients in (1, CLIENTS):
+                rates = unshared.measure(model, canvas, clients, requests, rounds, options)
+                report.add(unshared.describe(name, clients, rates))
+                report.data[f"unshared-{name}-{clients}"] = rates
+
+
 async def _alternate(url: str, requests: int, rounds: int, seed: int) -> dict[int, list[float]]:
-    shape = Shape(canvas=128, share=0.0, new_tokens=32, per_step=1)
     rates: dict[int, list[float]] = {1: [], CLIENTS: []}
     async with Client(url) as client:
         with tqdm(total=(rounds + 1) * 2 * requests, desc="concurrency", unit="request") as progress:
             for turn in range(-1, rounds):
-                prompts = shared_prompts(np.random.default_rng([seed, turn + 1]), shape, requests, 100)
-                payloads = [_without_custom_reuse(generate_payload(prompt, "dual", None)) for prompt in prompts]
+                prompts = shared_prompts(np.random.default_rng([seed, turn + 1]), TINY_SHAPE, requests, TINY_WORDS)
+                payloads = [without_reuse_fields(generate_payload(prompt, "dual", None)) for prompt in prompts]
                 for clients in rates:
                     done: Run = await closed_loop(client, payloads, clients, progress.update)
                     if turn >= 0:
                         rates[clients].append(done.tokens / done.seconds)
     return rates
-
-
-def _without_custom_reuse(payload: dict[str, Any]) -> dict[str, Any]:
-    """For a server without --enable-acache: say nothing of reuse."""
-    payload["sampling_params"]["custom_params"].pop("acache", None)
-    return payload

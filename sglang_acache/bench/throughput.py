@@ -41,9 +41,11 @@ MODES_HELP = f"CACHE, CACHE{REUSE} or CACHE{REUSE}:PROBE; the first is the basel
 
 @dataclass(frozen=True)
 class Level:
-    """One load: ``clients`` in a closed loop, or ``rate`` requests a second in an open one."""
+    """One load: ``clients`` in a closed loop, or ``rate`` requests a second in an open one; ``share`` of the canvas is
+    shared text."""
 
     workload: str
+    share: float
     modes: tuple[str, ...]
     requests: int
     clients: int = 0
@@ -51,7 +53,8 @@ class Level:
 
     @property
     def name(self) -> str:
-        return f"{self.clients} clients" if self.clients else f"{self.rate:.2g} requests/s"
+        load = f"{self.clients} clients" if self.clients else f"{self.rate:.2g} requests/s"
+        return f"{self.share:.0%} shared, {load}"
 
 
 @dataclass
@@ -74,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     add_shape(parser)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--share", type=float, default=0.75, help="affix share of the canvas (default: %(default)s)")
+    parser.add_argument("--shares", type=numbers, default=[0.75], help="affix shares of the canvas (default: 0.75)")
     parser.add_argument("--ratio", type=float, default=0.2, help="anchor ratio (default: %(default)s)")
     parser.add_argument("--per-step", type=int, default=4, help="tokens committed a step (default: %(default)s)")
     parser.add_argument("--clients", type=integers, default=[1, 4, 16, 64])
@@ -93,7 +96,8 @@ def run(options: argparse.Namespace) -> int:
     if options.quick:
         options.canvas, options.new_tokens, options.rounds = 128, 32, 1
         options.clients, options.policy_clients, options.mixed_clients, options.load = [1, 4], 4, [2], [0.5]
-    shape = Shape(options.canvas, options.share, options.new_tokens, options.block_length, options.per_step).check()
+    for share in options.shares:
+        shape = _shape(options, share).check()
     report = Report("throughput", options.out, {**vars(options), "steps": shape.steps})
     most = max([*options.clients, *options.mixed_clients])
     with model_folder(options) as model:
@@ -102,33 +106,36 @@ def run(options: argparse.Namespace) -> int:
         flags += ["--diffusion-step-tokens", str(max(8192, 16 * shape.canvas)), *options.server_flags]
         words = ordinary_words(model)
         with serve(model, flags, base_url=options.base_url, threads=options.threads) as target:
-            results = asyncio.run(_measure(target.url, options, shape, words))
+            results = asyncio.run(_measure(target.url, options, words))
     _describe(report, results)
     return report.write()
 
 
-async def _measure(url: str, options: argparse.Namespace, shape: Shape, words: int) -> Results:
+def _shape(options: argparse.Namespace, share: float) -> Shape:
+    return Shape(options.canvas, share, options.new_tokens, options.block_length, options.per_step)
+
+
+async def _measure(url: str, options: argparse.Namespace, words: int) -> Results:
     results: Results = {}
     async with Client(url) as client:
         closed = _closed_levels(options)
         for level in closed:
-            results[level] = await _run_level(client, level, options, shape, words)
+            results[level] = await _run_level(client, level, options, words)
         capacity = _capacity(results, options.modes[0])
         for level in _open_levels(options, capacity):
-            results[level] = await _run_level(client, level, options, shape, words)
+            results[level] = await _run_level(client, level, options, words)
     return results
 
 
 def _closed_levels(options: argparse.Namespace) -> list[Level]:
     modes = tuple(options.modes)
     levels = []
-    if "shared" in options.workloads:
-        for clients in options.clients:
+    for share in options.shares:
+        for clients in options.clients if "shared" in options.workloads else ():
             chosen = modes + (tuple(options.policies) if clients == options.policy_clients else ())
-            levels.append(Level("shared", chosen, _count(options, clients), clients))
-    if "mixed" in options.workloads:
-        for clients in options.mixed_clients:
-            levels.append(Level("mixed", modes, _count(options, clients), clients))
+            levels.append(Level("shared", share, chosen, _count(options, clients), clients))
+        for clients in options.mixed_clients if "mixed" in options.workloads else ():
+            levels.append(Level("mixed", share, modes, _count(options, clients), clients))
     return levels
 
 
@@ -144,18 +151,21 @@ def _capacity(results: Results, baseline: str) -> float:
 
 def _open_levels(options: argparse.Namespace, capacity: float) -> list[Level]:
     count = 4 if options.quick else 24
-    return [Level("shared", tuple(options.modes), count, rate=load * capacity) for load in options.load if capacity > 0]
+    rates = [load * capacity for load in options.load if capacity > 0]
+    return [
+        Level("shared", share, tuple(options.modes), count, rate=rate) for share in options.shares for rate in rates
+    ]
 
 
 async def _run_level(
-    client: Client, level: Level, options: argparse.Namespace, shape: Shape, words: int
+    client: Client, level: Level, options: argparse.Namespace, words: int
 ) -> dict[str, Samples]:
     samples = {mode: Samples() for mode in level.modes}
     total = level.requests * len(level.modes) * options.rounds
     with tqdm(total=total, desc=f"{level.workload}, {level.name}", unit="request") as progress:
         for turn in range(options.rounds):
             rng = np.random.default_rng([options.seed, turn, level.requests])
-            prompts = WORKLOADS[level.workload](rng, shape, level.requests, words)
+            prompts = WORKLOADS[level.workload](rng, _shape(options, level.share), level.requests, words)
             await _warm(client, [generate_payload(prompt, "dual", {}) for prompt in prompts[:4]])
             for mode in np.roll(level.modes, turn):
                 payloads = [_payload(prompt, str(mode), options.ratio) for prompt in prompts]
@@ -242,18 +252,37 @@ def _seconds(samples: list[float]) -> str:
 
 def _plots(results: Results) -> list[Plot]:
     levels = [level for level in results if level.clients and level.workload == "shared"]
-    if not levels:
-        return []
-    modes = levels[0].modes
-    clients = [level.clients for level in levels]
+    plots = []
+    for share in dict.fromkeys(level.share for level in levels):
+        plots += _plots_by_clients(share, {level: results[level] for level in levels if level.share == share})
+    gains = [_gain_by_share([level for level in levels if level.clients == clients], results)
+             for clients in dict.fromkeys(level.clients for level in levels if len(level.modes) > 1)]  # fmt: skip
+    if gains and len(gains[0].x) > 1:
+        plots.append(Plot("speed_up", "Shared affix, closed loop", "shared, % of the canvas", "x baseline", gains))
+    return plots
+
+
+def _gain_by_share(levels: Sequence[Level], results: Results) -> Series:
+    """Of the second mode over the first, at one number of clients."""
+    gains = []
+    for level in levels:
+        base, other = (results[level][mode].tokens_per_second for mode in level.modes[:2])
+        gains.append(paired_ratio(other, base))
+    return Series.of(f"{levels[0].clients} clients", [100 * level.share for level in levels], gains)
+
+
+def _plots_by_clients(share: float, results: Results) -> list[Plot]:
+    modes = next(iter(results)).modes
+    clients = [level.clients for level in results]
     rates, tails = [], []
     for mode in modes:
-        found = [results[level][mode] for level in levels]
+        found = [samples[mode] for samples in results.values()]
         rates.append(Series.of(mode, clients, [bootstrap(samples.tokens_per_second) for samples in found]))
         for point, style in (("p99", "o-"), ("p50", "o:")):
             tail = [percentiles(samples.latency).get(point, np.nan) for samples in found]
             tails.append(Series(f"{mode}, {point}", clients, tail, style=style))
+    title = f"{share:.0%} shared, closed loop"
     return [
-        Plot("throughput", "Shared affix, closed loop", "clients", "tokens/s", rates, log_x=True),
-        Plot("latency", "Shared affix, closed loop", "clients", "latency, s", tails, log_x=True),
+        Plot(f"throughput_{share:.0%}".rstrip("%"), title, "clients", "tokens/s", rates, log_x=True),
+        Plot(f"latency_{share:.0%}".rstrip("%"), title, "clients", "latency, s", tails, log_x=True),
     ]

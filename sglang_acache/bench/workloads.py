@@ -115,6 +115,12 @@ def generate_payload(prompt: Prompt, cache: str, reuse: dict[str, Any] | None) -
     return {"input_ids": prompt.left, "sampling_params": sampling}
 
 
+def without_reuse_fields(payload: dict[str, Any]) -> dict[str, Any]:
+    """The same request for a server without ``--enable-acache``, which refuses to be told of reuse."""
+    payload["sampling_params"]["custom_params"].pop("acache", None)
+    return payload
+
+
 def reuse_fields(prompt: Prompt, reuse: dict[str, Any] | None) -> dict[str, Any]:
     if reuse is None:
         return {"enabled": False}
