@@ -48,6 +48,7 @@ class SGLangRunner:
         rank: int = 0,
         tp_size: int = 1,
         port: int | None = None,
+        attention_backend: str = "acache_torch",
     ) -> None:
         if SGLangRunner._live is not None:
             SGLangRunner._live.close()
@@ -65,7 +66,7 @@ class SGLangRunner:
         args = ServerArgs(
             model_path=str(folder),
             dtype=dtype,
-            attention_backend="acache_torch",
+            attention_backend=attention_backend,
             max_total_tokens=POOL_TOKENS,
             max_running_requests=8,
             trust_remote_code=trust_remote_code,
@@ -92,7 +93,7 @@ class SGLangRunner:
 
     def forward(self, queries: Sequence[Query]) -> torch.Tensor:
         """One ragged forward -> float32 ``[M, vocab_size]``, rows in the order of the queries."""
-        return self.runner.forward(_forward_batch(queries)).logits_output.full_logits
+        return self.runner.forward(forward_batch(queries)).logits_output.full_logits
 
     def close(self) -> None:
         from sglang.srt.distributed import destroy_distributed_environment, destroy_model_parallel
@@ -118,7 +119,7 @@ def whole_canvas(tokens: Sequence[int], first_slot: int, rows: Sequence[int] | N
     return Query(tokens, list(range(length)), slots, slots, list(range(length)) if rows is None else rows)
 
 
-def _forward_batch(queries: Sequence[Query]) -> Any:
+def forward_batch(queries: Sequence[Query]) -> Any:
     from acache_kernels.layout import RaggedLayout
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 

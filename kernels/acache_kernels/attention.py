@@ -1,12 +1,14 @@
 """Full (non-causal) attention of ragged queries over pool slots: the interface, and kernels by name."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from acache_kernels.layout import RaggedLayout
 from acache_kernels.registry import Registry
+from acache_kernels.static_plan import StaticCapacity, StaticPlan
 
 
 class AttentionKernel(ABC):
@@ -18,6 +20,7 @@ class AttentionKernel(ABC):
     """
 
     name: str
+    has_static_plans = False
 
     @abstractmethod
     def plan(
@@ -58,6 +61,24 @@ class AttentionKernel(ABC):
         sum over keys of exp(scale * q . k), or None without `return_lse`. A request's rows do not depend on the
         other requests in the batch.
         """
+
+    def static_plans(
+        self,
+        capacities: Sequence[StaticCapacity],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> list[StaticPlan]:
+        """Plans for CUDA graphs, one for each of `capacities`, over shared buffers (`static_plan.py`).
+
+        `run` with one of them launches the same work on the same addresses whatever the step, so it can be captured
+        once and replayed after each `StaticPlan.update`. Raises ValueError as `plan` does, and where
+        `has_static_plans` is False.
+        """
+        raise ValueError(f"attention kernel '{self.name}' has no plans of a fixed size")
 
 
 _REGISTRY: Registry[type[AttentionKernel]] = Registry(

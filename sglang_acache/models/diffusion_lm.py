@@ -226,14 +226,16 @@ class DiffusionLM(nn.Module):
             ``full_logits`` float32 ``[M, vocab_size]`` in the order of ``logit_rows``.
         """
         hidden_states, residual = self.model(input_ids, positions, forward_batch, input_embeds)
+        logits = self.compute_logits(hidden_states, residual, forward_batch)
+        return LogitsProcessorOutput(next_token_logits=None, full_logits=logits)
+
+    def compute_logits(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """float32 ``[M, vocab_size]`` from the backbone's outputs, of which a step's rows are the first."""
         rows = _logit_rows(forward_batch)
         if rows is not None:
             hidden_states, residual = hidden_states[rows], residual[rows]
-        return LogitsProcessorOutput(
-            next_token_logits=None, full_logits=self._logits(hidden_states, residual, forward_batch)
-        )
-
-    def _logits(self, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         if not len(hidden_states):
             return hidden_states.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         hidden_states, _ = self.model.norm(hidden_states, residual)

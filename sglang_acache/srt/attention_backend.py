@@ -29,7 +29,7 @@ class AcacheAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._step = step_of(forward_batch)
-        self._plan = None  # made by the first layer, which knows the head counts and sizes
+        self._plan = self._step.plan  # None: made by the first layer, which knows the head counts and sizes
 
     def forward_extend(
         self,

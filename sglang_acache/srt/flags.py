@@ -53,6 +53,10 @@ class AcacheServerArgs(ServerArgs, kw_only=True, dict=True):  # type: ignore[cal
         bool, Arg(help="Reuse the K/V of text that requests share (ACache), on diffusion LLMs."), _NS
     ] = False
 
+    diffusion_graph_requests: A[
+        Optional[list[int]], Arg(no_cli=True, resolvable=True), _NS
+    ] = None  # sizes of the CUDA graphs of steps inside blocks, from SGLang's own flags for decode graphs
+
     acache_anchor_ratio: A[
         float, Arg(help="ACache: share of each reused span that every request recomputes, 0 to 1."), _NS
     ] = 0.2

@@ -29,6 +29,7 @@ class Pin:
 
 
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_RUNNER = f"{_SRT}.model_executor"
 _TOKENIZER_MANAGER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 
 PINS: tuple[Pin, ...] = (
@@ -144,6 +145,29 @@ PINS: tuple[Pin, ...] = (
     Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.write", ("self", "indices", "values"), "the read-slot map"),
     Pin(f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc", ("self", "need_size"), "slots"),
     Pin(f"{_SRT}.model_executor.model_runner.ModelRunner.forward", None, "the forward of a step"),
+    # called on CUDA only
+    Pin(
+        f"{_RUNNER}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
+        ("self", "forward_batch"),
+        "our graphs take its seat",
+    ),
+    Pin(
+        f"{_RUNNER}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+        ("self", "forward_batch", "pp_proxy_tensors"),
+        "our graphs take its seat",
+    ),
+    Pin(f"{_RUNNER}.forward_context.forward_context", ("ctx", "forward_batch"), "the backend of a captured forward"),
+    Pin(f"{_RUNNER}.runner_utils.capture_mode.model_capture_mode", (), "layers see that they are captured"),
+    Pin(f"{_RUNNER}.runner_utils.pool.get_or_create_global_graph_memory_pool", ("device_module",), "memory of graphs"),
+    Pin(f"{_RUNNER}.runner_utils.pool.get_or_create_global_graph_capture_stream", (), "stream of captures"),
+    Pin(f"{_RUNNER}.runner_utils.pool.graph_pool_capture_scope", (), "memory of graphs"),
+    Pin(f"{_RUNNER}.runner_utils.pool.graph_pool_replay_scope", (), "memory of graphs"),
+    Pin(f"{_SRT}.distributed.parallel_state.graph_capture", ("stream",), "collectives in captures"),
+    Pin(
+        f"{_SRT}.distributed.device_communicators.pynccl_allocator.set_graph_pool_id",
+        ("graph_pool_id",),
+        "collectives in captures",
+    ),
     Pin(f"{_SRT}.managers.communicator.FanOutCommunicator", ("send", "fan_out", "mode"), "asks the schedulers"),
     Pin(f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", ("self", "obj"), "asks the schedulers"),
     Pin(f"{_TOKENIZER_MANAGER}.auto_create_handle_loop", ("self",), "receives their replies"),

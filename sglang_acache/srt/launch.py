@@ -178,12 +178,14 @@ def resolve_diffusion(server_args: Any, previous: Callable[[Any], None]) -> None
     if not is_ours(getattr(model_config_of(server_args).hf_config, "architectures", None)):
         return
     graphs = resolving_view(server_args).cuda_graph_config
+    sizes = [] if graphs.decode.backend == Backend.DISABLED else graphs.decode.bs
     for phase in (Phase.DECODE, Phase.PREFILL):
         graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
     declare_resolution(
         server_args,
         "sglang_acache",
         radix_cache_backend=RADIX_CACHE_BACKEND,
-        cuda_graph_config=graphs,
+        cuda_graph_config=graphs,  # SGLang captures none of its own: ours are in srt/graphs.py
+        diffusion_graph_requests=list(sizes or []),
         chunked_prefill_size=-1,
     )

@@ -41,7 +41,10 @@ class LayerObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Device side of one step. ``logit_rows`` int64 ``[M]``: rows of the ragged batch whose logits are wanted."""
+    """Device side of one step. ``logit_rows`` int64 ``[M]``: rows of the ragged batch whose logits are wanted.
+
+    ``plan``: what the attention kernel planned for it beforehand; None leaves that to the step's first layer.
+    """
 
     tokens: torch.Tensor  # int64 [N]
     positions: torch.Tensor  # int64 [N]
@@ -49,6 +52,7 @@ class StepTensors:
     logit_rows: torch.Tensor
     layout: RaggedLayout
     observers: Sequence[LayerObserver] = ()
+    plan: Any = None
 
     @classmethod
     def build(cls, plan: StepPlan, device: torch.device | str, observers: Sequence[LayerObserver] = ()) -> StepTensors:

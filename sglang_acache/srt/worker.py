@@ -12,9 +12,13 @@ from acache_kernels.choose import choose_tokens, rule_codes
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_acache.core.plan import RowSampling, StepPlan
+from sglang_acache.models.defaults import model_defaults
+from sglang_acache.srt.flags import NAMESPACE
+from sglang_acache.srt.launch import launch_params
+from sglang_acache.srt.limits import default_params
 from sglang_acache.srt.step import STATE_KEY, LayerObserver, StepTensors
 
 ALTERNATIVE_ROWS = 64
@@ -65,6 +69,8 @@ class DiffusionWorker:
         self.device = inner.model_runner.device
         self.forbidden = torch.tensor([mask_token_id], dtype=torch.int64, device=self.device)
         self.vocab_limit = vocab_limit
+        if torch.device(self.device).type == "cuda":
+            _install_graphs(self.runner)
         # Queries are flattened: SGLang's per-request lengths are never read, only have to exist.
         self._no_lengths = torch.zeros(0, dtype=torch.int64)
 
@@ -75,8 +81,9 @@ class DiffusionWorker:
         if not isinstance(batch, DiffusionBatch):
             return self.inner.forward_batch_generation(batch, *args, **kwargs)
         step = batch.step
-        output = self.runner.forward(self._forward_batch(step)).logits_output
-        return DiffusionResult(can_run_cuda_graph=False, choices=self._choose(step, output.full_logits))
+        output = self.runner.forward(self._forward_batch(step))
+        choices = self._choose(step, output.logits_output.full_logits)
+        return DiffusionResult(can_run_cuda_graph=output.can_run_graph, choices=choices)
 
     def _forward_batch(self, step: DiffusionStep) -> ForwardBatch:
         tensors = StepTensors.build(step.plan, self.device, step.observers)
@@ -142,3 +149,17 @@ class DiffusionWorker:
         packed = torch.stack([row.double().cpu() for row in rows])
         torch.distributed.broadcast(packed, src=group.ranks[0], group=group.cpu_group)
         return [part.to(row.dtype) for part, row in zip(packed, rows, strict=True)]
+
+
+def _install_graphs(runner: Any) -> None:
+    """Let steps inside blocks replay CUDA graphs, as the flags ask; blocks longer than the server's run eagerly."""
+    from sglang_acache.srt.cuda_capture import CudaCapture
+    from sglang_acache.srt.graphs import install_graphs
+
+    flags = get_context().config_bag(NAMESPACE)
+    config = runner.model_config.hf_config
+    defaults = model_defaults(config)
+    block = launch_params(flags, default_params(defaults)).block_length
+    rows = block + int(defaults.shift_logits)  # a shifted block also forwards the position before it
+    sizes = [count for count in flags.diffusion_graph_requests or [] if count <= runner.max_running_requests]
+    install_graphs(runner, sizes, rows, CudaCapture(runner))

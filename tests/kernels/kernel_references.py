@@ -1,7 +1,8 @@
 """Float64 references of every kernel, written for reading, and the checks that all implementations share."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from acache_kernels import (
     get_attention_kernel,
 )
 from acache_kernels.choose import RULES, Choice
+from acache_kernels.static_plan import StaticCapacity
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -40,8 +42,12 @@ class AttentionCase:
 
     def run(self, kernel: str | AttentionKernel, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         implementation = get_attention_kernel(kernel) if isinstance(kernel, str) else kernel
-        plan = implementation.plan(self.layout, **self.heads)
-        return implementation.run(plan, self.q, self.k_pool, self.v_pool, scale=self.scale, return_lse=return_lse)
+        return self.run_planned(implementation, implementation.plan(self.layout, **self.heads), return_lse)
+
+    def run_planned(
+        self, kernel: AttentionKernel, plan: Any, return_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return kernel.run(plan, self.q, self.k_pool, self.v_pool, scale=self.scale, return_lse=return_lse)
 
 
 def attention_case(
@@ -51,8 +57,12 @@ def attention_case(
     slots: str = "permuted",
     seed: int = 0,
     index_dtype: torch.dtype = torch.int64,
+    padding_slot: bool = False,
 ) -> AttentionCase:
-    """shapes: (queries, keys) per request; heads: (Hq, Hkv, D); slots: permuted, repeated or run."""
+    """shapes: (queries, keys) per request; heads: (Hq, Hkv, D); slots: permuted, repeated or run.
+
+    With `padding_slot`, slot 0 holds numbers and no request reads it.
+    """
     random = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, num_kv_heads, head_dim = heads
@@ -64,14 +74,22 @@ def attention_case(
         indices = random.integers(0, size, total)
     else:
         indices = 1 + np.arange(total)
+    if padding_slot:
+        indices = np.maximum(indices, 1)
     pools = torch.randn(2, size, num_kv_heads, head_dim, generator=generator).to(dtype)
-    unread = np.setdiff1d(np.arange(size), indices)
+    unread = np.setdiff1d(np.arange(int(padding_slot), size), indices)
     pools[:, torch.from_numpy(unread)] = float("nan")
     layout = RaggedLayout.build(
         [n for n, _ in shapes], [m for _, m in shapes], torch.from_numpy(indices).to(index_dtype)
     )
     q = torch.randn(layout.num_queries, num_q_heads, head_dim, generator=generator).to(dtype)
     return AttentionCase(layout, q, pools[0], pools[1], head_dim**-0.5)
+
+
+def padded(case: AttentionCase, capacity: StaticCapacity) -> AttentionCase:
+    """The case with as many rows of q as a static plan takes; what is in the further ones does not matter."""
+    more = torch.ones((capacity.queries - len(case.q), *case.q.shape[1:]), dtype=case.q.dtype)
+    return replace(case, q=torch.cat((case.q, more)))
 
 
 def reference_attention(case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ Not run on hardware so far: the calls are checked against FlashInfer's documente
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from acache_kernels.attention import AttentionKernel, check_heads, check_run_shapes
 from acache_kernels.layout import RaggedLayout
+from acache_kernels.static_plan import StaticCapacity, StaticPlan
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for its split-key intermediate results."""
@@ -32,6 +34,7 @@ class FlashInferAttention(AttentionKernel):
     """
 
     name = "flashinfer"
+    has_static_plans = True
 
     def __init__(self, backend: str = "auto") -> None:
         self._backend = backend
@@ -47,30 +50,30 @@ class FlashInferAttention(AttentionKernel):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> FlashInferPlan:
-        check_heads(num_q_heads, num_kv_heads, head_dim)
-        if dtype not in DTYPES:
-            raise ValueError(f"attention kernel 'flashinfer' cannot serve {dtype}")
+        check_served(num_q_heads, num_kv_heads, head_dim, dtype)
         layout.check_answerable()
         heads = (num_q_heads, num_kv_heads, head_dim)
         if layout.num_queries == 0:
             return FlashInferPlan(0, heads, None)
-        qo_indptr, kv_indptr, kv_indices = _asking_requests(layout)
+        qo_indptr, kv_indptr, kv_indices = asking_requests(layout)
         wrapper = self._make_wrapper(torch.device(device))
-        wrapper.plan(
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            torch.ones(len(qo_indptr) - 1, dtype=torch.int32),  # a page of one slot is always full
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            1,  # page_size
-            causal=False,
-            sm_scale=head_dim**-0.5,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-        )
+        plan_wrapper(wrapper, (qo_indptr, kv_indptr, kv_indices), heads, dtype)
         return FlashInferPlan(layout.num_queries, heads, wrapper)
+
+    def static_plans(
+        self,
+        capacities: Sequence[StaticCapacity],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> list[StaticPlan]:
+        from acache_kernels.flashinfer_ops.static_plan import make_static_plans
+
+        check_served(num_q_heads, num_kv_heads, head_dim, dtype)
+        return make_static_plans(capacities, (num_q_heads, num_kv_heads, head_dim), dtype, device, self._backend)
 
     def run(
         self,
@@ -97,14 +100,54 @@ class FlashInferAttention(AttentionKernel):
 
     def _make_wrapper(self, device: torch.device) -> Any:
         if self._wrapper is None:
-            import flashinfer
-
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=self._backend)
+            self._wrapper = make_wrapper(workspace(device), self._backend)
         return self._wrapper
 
 
-def _asking_requests(layout: RaggedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def check_served(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Raises ValueError for heads or a dtype that this kernel does not serve."""
+    check_heads(num_q_heads, num_kv_heads, head_dim)
+    if dtype not in DTYPES:
+        raise ValueError(f"attention kernel 'flashinfer' cannot serve {dtype}")
+
+
+def workspace(device: torch.device | str) -> torch.Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def make_wrapper(workspace: torch.Tensor, backend: str, **graph: Any) -> Any:
+    """FlashInfer's wrapper; `graph`: the arguments of its CUDA-graph mode."""
+    import flashinfer
+
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **graph)
+
+
+def plan_wrapper(
+    wrapper: Any,
+    step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    """`step`: qo_indptr and kv_indptr int32 on the host, kv_indices int32 on the device."""
+    qo_indptr, kv_indptr, kv_indices = step
+    num_q_heads, num_kv_heads, head_dim = heads
+    wrapper.plan(
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        torch.ones(len(qo_indptr) - 1, dtype=torch.int32),  # a page of one slot is always full
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        1,  # page_size
+        causal=False,
+        sm_scale=head_dim**-0.5,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+
+
+def asking_requests(layout: RaggedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(qo_indptr, kv_indptr, kv_indices) of the requests that have queries.
 
     The pointers are int32 on the host, where FlashInfer's planner wants them; the indices int32 on the device.
@@ -117,6 +160,7 @@ def _asking_requests(layout: RaggedLayout) -> tuple[torch.Tensor, torch.Tensor, 
     indices = layout.kv_indices
     if not asking.all():
         parts = indices.split(layout.kv_lens.tolist())
-        indices = torch.cat([part for part, kept in zip(parts, asking, strict=True) if kept])
+        kept = [part for part, asks in zip(parts, asking, strict=True) if asks]
+        indices = torch.cat(kept) if kept else indices[:0]
     qo_indptr, kv_indptr = pointers
     return qo_indptr, kv_indptr, indices.to(torch.int32)

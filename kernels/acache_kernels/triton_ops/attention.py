@@ -1,23 +1,18 @@
 """Ragged paged attention in Triton: work lists planned on the host once per step, one or two launches a layer.
 
 Not run on a GPU so far: tested under Triton's interpreter, compiled ahead of time.
-
-    requests     -> tiles of packed rows (query x head of the group), by tile class 32 / 64 / 128
-    few tiles    -> their keys are split in ranges of SPLIT_KEYS, merged by a second launch
-
-Class and split depend on a request's own shape alone, so its result does not depend on its batch.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 
 from acache_kernels.attention import AttentionKernel, check_heads, check_run_shapes
 from acache_kernels.layout import RaggedLayout
+from acache_kernels.static_plan import StaticCapacity, StaticPlan
 from acache_kernels.triton_ops.attention_kernels import (
     MERGE_FIELDS,
     MERGE_ROWS,
@@ -25,11 +20,8 @@ from acache_kernels.triton_ops.attention_kernels import (
     attend_tiles,
     merge_parts,
 )
+from acache_kernels.triton_ops.work_lists import Requests, by_class, work_lists
 
-SPLIT_KEYS = 512
-"""Keys per range when a request's keys are split."""
-SPLIT_TILES = 2
-"""Requests with at most this many tiles (per key head) have their keys split."""
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,6 +73,7 @@ class TritonAttention(AttentionKernel):
     """float32 (IEEE dot products), bfloat16 and float16; head sizes up to 256, any size, padded inside."""
 
     name = "triton"
+    has_static_plans = True
 
     def plan(
         self,
@@ -92,24 +85,37 @@ class TritonAttention(AttentionKernel):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> TritonPlan:
-        group = check_heads(num_q_heads, num_kv_heads, head_dim)
-        if dtype not in DTYPES:
-            raise ValueError(f"attention kernel 'triton' cannot serve {dtype}")
-        if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"attention kernel 'triton' serves head sizes up to {MAX_HEAD_DIM}, not {head_dim}")
+        group = check_served(num_q_heads, num_kv_heads, head_dim, dtype)
         layout.check_answerable()
+        shapes = tile_shapes(head_dim, dtype)
+        classes = by_class(Requests.of(layout, group), [shape.block_m for shape in shapes])
         launches = []
-        rows, slabs = 0, 0  # elements of the partial buffers, for the launch that needs most
-        for shape, requests in _classes(layout.qo_lens * group, tile_shapes(head_dim, dtype)):
-            work, merges, num_parts = _work_lists(layout, requests, group, shape.block_m)
+        rows = 0  # of the partial buffers, for the launch that needs most
+        for shape, requests in zip(shapes, classes, strict=True):
+            if not len(requests.num_rows):
+                continue
+            work, merges, num_parts = work_lists(requests, shape.block_m)
             tables = [torch.from_numpy(x).to(layout.device, non_blocking=True) for x in (work, merges)]
             launches.append(Launch(shape, tables[0], tables[1], num_parts))
             rows = max(rows, num_parts * num_kv_heads * shape.block_m)
-            slabs = rows * head_dim
         heads = (num_q_heads, num_kv_heads, head_dim)
-        part_out = torch.empty(slabs, dtype=torch.float32, device=layout.device)
-        part_lse = torch.empty(rows, dtype=torch.float32, device=layout.device)
-        return TritonPlan(layout.num_queries, heads, layout.kv_indices, tuple(launches), part_out, part_lse)
+        parts = part_buffers(rows, head_dim, layout.device)
+        return TritonPlan(layout.num_queries, heads, layout.kv_indices, tuple(launches), *parts)
+
+    def static_plans(
+        self,
+        capacities: Sequence[StaticCapacity],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> list[StaticPlan]:
+        from acache_kernels.triton_ops.static_plan import make_static_plans
+
+        check_served(num_q_heads, num_kv_heads, head_dim, dtype)
+        return make_static_plans(capacities, (num_q_heads, num_kv_heads, head_dim), dtype, device)
 
     def run(
         self,
@@ -129,6 +135,24 @@ class TritonAttention(AttentionKernel):
         for launch in plan.launches:
             _run_launch(launch, plan, q, k_pool, v_pool, out, lse, scale)
         return out, lse if return_lse else None
+
+
+def check_served(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Query heads per key head. Raises ValueError for heads or a dtype that this kernel does not serve."""
+    group = check_heads(num_q_heads, num_kv_heads, head_dim)
+    if dtype not in DTYPES:
+        raise ValueError(f"attention kernel 'triton' cannot serve {dtype}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"attention kernel 'triton' serves head sizes up to {MAX_HEAD_DIM}, not {head_dim}")
+    return group
+
+
+def part_buffers(rows: int, head_dim: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(part_out, part_lse) for `rows` partial results, one after another."""
+    return (
+        torch.empty(rows * head_dim, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+    )
 
 
 def _run_launch(
@@ -187,51 +211,3 @@ def _run_launch(
             FIELDS=MERGE_FIELDS,
             num_warps=4,
         )
-
-
-def _classes(
-    packed_rows: npt.NDArray[np.int64], shapes: tuple[TileShape, ...]
-) -> list[tuple[TileShape, npt.NDArray[np.int64]]]:
-    """Requests with queries by the smallest tile class that holds all their rows, else the largest class."""
-    sizes = np.array([shape.block_m for shape in shapes])
-    chosen = np.minimum(np.searchsorted(sizes, packed_rows), len(shapes) - 1)
-    members = [np.flatnonzero((chosen == i) & (packed_rows > 0)) for i in range(len(shapes))]
-    return [(shape, requests) for shape, requests in zip(shapes, members, strict=True) if len(requests)]
-
-
-def _work_lists(
-    layout: RaggedLayout, requests: npt.NDArray[np.int64], group: int, block_m: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """(work [W, WORK_FIELDS], merges [T, MERGE_FIELDS], number of partial results) of one tile class."""
-    first_query = np.concatenate(([0], np.cumsum(layout.qo_lens)))[requests]
-    first_key = np.concatenate(([0], np.cumsum(layout.kv_lens)))[requests]
-    num_rows = layout.qo_lens[requests] * group
-    num_keys = layout.kv_lens[requests]
-    num_tiles = -(-num_rows // block_m)
-    num_splits = np.where(num_tiles <= SPLIT_TILES, -(-num_keys // SPLIT_KEYS), 1)
-
-    # one line per (request, tile)
-    owner = np.repeat(np.arange(len(requests)), num_tiles)
-    tile = _within(num_tiles) * block_m
-    parts = np.where(num_splits[owner] > 1, num_splits[owner], 0)
-    first_part = np.cumsum(parts) - parts
-    merges = np.stack((first_query[owner], num_rows[owner], tile, first_part, parts), axis=1)
-
-    # one line per (request, tile, range of keys)
-    splits = num_splits[owner]
-    line = np.repeat(np.arange(len(owner)), splits)
-    split = _within(splits)
-    own = owner[line]
-    whole = splits[line] == 1
-    start = split * SPLIT_KEYS
-    keys = np.where(whole, num_keys[own], np.minimum(SPLIT_KEYS, num_keys[own] - start))
-    part = np.where(whole, -1, first_part[line] + split)
-    columns = (first_query[own], num_rows[own], tile[line], first_key[own] + start, keys, part)
-    work = np.stack(columns, axis=1)
-    return work.astype(np.int32), merges[parts > 0].astype(np.int32), int(parts.sum())
-
-
-def _within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, .. counts[0] - 1, 0, 1, .. counts[1] - 1, .."""
-    ends = np.cumsum(counts)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)

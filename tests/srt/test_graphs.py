@@ -1,0 +1,209 @@
+"""Which steps replay a graph, in which bucket, and over which buffers; the model and the kernel are stand-ins.
+
+With the real ones: ``integration_tests/interpreted/test_step_graphs.py``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from acache_kernels.layout import RaggedLayout
+from acache_kernels.static_plan import StaticPlan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
+
+from sglang_acache.core.plan import RowSampling, build_plan, silent_entry
+from sglang_acache.srt import launch
+from sglang_acache.srt.graphs import StepGraphs, buckets, empty_step, install_graphs
+from sglang_acache.srt.step import STATE_KEY, StepTensors
+from sglang_acache.srt.worker import DiffusionBatch, DiffusionStep, DiffusionWorker
+
+HIDDEN, BLOCK, CANVAS = 4, 4, 40
+
+
+class RecordedPlan(StaticPlan):
+    """Keeps the layouts it was updated with."""
+
+    def __init__(self, capacity: Any) -> None:
+        super().__init__(capacity, SimpleNamespace())
+        self.layouts: list[RaggedLayout] = []
+
+    def _update(self, layout: RaggedLayout) -> None:
+        self.layouts.append(layout)
+
+
+class Model:
+    """A "model" whose output row is a function of token, position and write slot; logits are its first column."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(hidden_size=HIDDEN)
+        norm = SimpleNamespace(weight=torch.ones(HIDDEN))
+        self.stored: list[int] = []
+
+        def backbone(tokens: torch.Tensor, positions: torch.Tensor, batch: Any, _: Any) -> tuple[torch.Tensor, ...]:
+            self.stored = batch.out_cache_loc.tolist()
+            value = (tokens + 100 * positions + 10_000 * batch.out_cache_loc).float()[:, None]
+            return value.expand(-1, HIDDEN), -value.expand(-1, HIDDEN)
+
+        self.model: Any = backbone
+        self.model.norm = norm
+
+    @staticmethod
+    def compute_logits(hidden: torch.Tensor, residual: torch.Tensor, batch: Any) -> torch.Tensor:
+        rows = batch.model_specific_states[STATE_KEY].logit_rows
+        assert torch.equal(hidden, -residual) or bool(hidden.isnan().any())
+        return hidden[rows, :1]
+
+
+def graphs(sizes: tuple[int, ...] = (1, 2, 4)) -> StepGraphs:
+    plans = [RecordedPlan(capacity) for capacity in buckets(sizes, BLOCK, CANVAS)]
+    return StepGraphs(Model(), plans, lambda body: body, lambda _: None)
+
+
+def step(queries: list[int], keys: list[int], observers: tuple[Any, ...] = ()) -> Any:
+    """A forward batch of random rows."""
+    draw = torch.Generator().manual_seed(sum(queries) + 1000 * sum(keys))
+    tokens, positions, slots = torch.randint(1, 90, (3, sum(queries)), generator=draw)
+    reads = torch.randint(1, 90, (sum(keys),), generator=draw)
+    rows = torch.randperm(sum(queries), generator=draw)[: sum(queries) // 2]
+    tensors = StepTensors(tokens, positions, slots, rows, RaggedLayout.build(queries, keys, reads), observers)
+    return SimpleNamespace(model_specific_states={STATE_KEY: tensors})
+
+
+def test_buckets_are_tried_from_the_smallest() -> None:
+    found = buckets([4, 1, 4], rows=33, canvas=1024)
+    assert [(one.requests, one.queries, one.keys, one.longest) for one in found] == [
+        (1, 33, 256, 33),
+        (1, 33, 1024, 33),
+        (4, 132, 1024, 33),
+        (4, 132, 4096, 33),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "bucket"),
+    [
+        ([4], [10], (1, 10)),
+        ([4], [11], (1, 40)),
+        ([4], [41], (2, 80)),  # more keys than one canvas has: two requests' room
+        ([4, 1], [5, 5], (2, 20)),
+        ([1, 1, 1], [10, 10, 20], (4, 40)),
+        ([4, 4, 4, 4], [40, 40, 40, 40], (4, 160)),
+    ],
+)
+def test_a_step_takes_the_smallest_bucket_that_holds_it(
+    queries: list[int], keys: list[int], bucket: tuple[int, int]
+) -> None:
+    ours, batch = graphs(), step(queries, keys)
+    assert ours.can_run_graph(batch)
+    index = ours._bucket(batch.model_specific_states[STATE_KEY])
+    assert index is not None
+    capacity = ours._batches[index].attention.capacity
+    assert (capacity.requests, capacity.keys) == bucket
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        step([5], [10]),  # a longer block, or a block start
+        step([1] * 5, [1] * 5),
+        step([4, 4], [160, 1]),
+        step([4], [10], observers=(object(),)),
+        SimpleNamespace(model_specific_states=None),
+        SimpleNamespace(model_specific_states={"of": "another model"}),
+    ],
+)
+def test_what_runs_eagerly(batch: Any) -> None:
+    assert not graphs().can_run_graph(batch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, BLOCK), st.integers(1, CANVAS)), min_size=1, max_size=4), min_size=1))
+def test_buffers_hold_the_step_and_padding_stores_to_slot_0(steps: list[list[tuple[int, int]]]) -> None:
+    """Over any run of steps through the same buffers, which hold anything before."""
+    ours = graphs()
+    for shapes in steps:
+        batch = step([n for n, _ in shapes], [m for _, m in shapes])
+        tensors = batch.model_specific_states[STATE_KEY]
+        ours._rows.fill_(2**40)
+        ours._hidden.fill_(float("nan"))
+        logits = ours.execute(batch).full_logits
+        rows = tensors.logit_rows
+        expected = tensors.tokens + 100 * tensors.positions + 10_000 * tensors.write_slots
+        assert torch.equal(logits[:, 0], expected[rows].float())
+        count = len(tensors.tokens)
+        stored = ours._model.stored
+        assert stored[:count] == tensors.write_slots.tolist()
+        assert not any(stored[count:])
+        plan = ours._batches[ours._bucket(tensors)].attention  # type: ignore[index]
+        assert plan.layouts[-1] is tensors.layout  # type: ignore[attr-defined]
+
+
+def test_a_capture_touches_slot_0_only() -> None:
+    seen: list[list[int]] = []
+    model = Model()
+
+    def capture(body: Any) -> Any:
+        body()
+        seen.append(model.stored)
+        return body
+
+    StepGraphs(model, [RecordedPlan(one) for one in buckets([1, 3], BLOCK, CANVAS)], capture, lambda _: None)
+    assert [len(stored) for stored in seen] == [12, 12, 4, 4]  # the largest first
+    assert not any(sum(stored) for stored in seen)
+
+
+def test_nothing_is_installed_where_nothing_can_be() -> None:
+    for sizes, static in (([], True), ([1], False)):
+        kernel = SimpleNamespace(has_static_plans=static)
+        runner = SimpleNamespace(attn_backend=SimpleNamespace(kernel=kernel), decode_cuda_graph_runner=None)
+        assert install_graphs(runner, sizes, BLOCK, lambda body: body) is None
+        assert runner.decode_cuda_graph_runner is None
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_the_worker_reports_what_sglang_dispatched(replayed: bool) -> None:
+    logits = SimpleNamespace(full_logits=torch.empty((0, 9)))
+    output = SimpleNamespace(logits_output=logits, can_run_graph=replayed)
+    forwarded: list[Any] = []
+    runner = SimpleNamespace(device="cpu", forward=lambda batch: forwarded.append(batch) or output)
+    worker = DiffusionWorker(SimpleNamespace(model_runner=runner), mask_token_id=8, vocab_limit=9)
+    nothing = np.zeros(0, dtype=np.int64)
+    plan = build_plan([silent_entry(np.arange(2), np.arange(2), np.arange(1, 3), np.arange(1, 3))])
+    batch = DiffusionBatch.__new__(DiffusionBatch)
+    batch.step = DiffusionStep(plan, RowSampling(nothing, nothing, nothing, nothing, []), nothing)
+    assert worker.forward_batch_generation(batch).can_run_cuda_graph is replayed
+    assert forwarded[0].model_specific_states[STATE_KEY].tokens.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("decode", "sizes"),
+    [
+        (PhaseConfig(backend=Backend.FULL, bs=[1, 2, 8]), [1, 2, 8]),
+        (PhaseConfig(backend=Backend.DISABLED, bs=[1, 2, 8]), []),  # --disable-cuda-graph
+        (PhaseConfig(backend=Backend.FULL, bs=None), []),
+    ],
+)
+def test_sglangs_flags_for_decode_graphs_are_ours(
+    monkeypatch: pytest.MonkeyPatch, decode: PhaseConfig, sizes: list[int]
+) -> None:
+    from sglang.srt.arg_groups import overrides
+
+    declared: dict[str, Any] = {}
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LLaDAModelLM"]))
+    view = SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode=decode))
+    monkeypatch.setattr(overrides, "model_config_of", lambda _: config)
+    monkeypatch.setattr(overrides, "resolving_view", lambda _: view)
+    monkeypatch.setattr(overrides, "declare_resolution", lambda *_, **fields: declared.update(fields))
+    launch.resolve_diffusion(SimpleNamespace(), lambda _: None)
+    assert declared["diffusion_graph_requests"] == sizes
+    assert declared["cuda_graph_config"].decode.backend == Backend.DISABLED  # SGLang makes none of its own
+
+
+def test_an_empty_step_has_no_rows() -> None:
+    assert empty_step("cpu").layout.num_queries == 0
