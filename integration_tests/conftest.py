@@ -58,13 +58,22 @@ REUSING = {
 }
 """Servers that reuse what requests or clients declare, and watch their shared slots; half of 4,096 may be shared."""
 
+INTERPRETED = {
+    "dream_triton": ServerKind(
+        DREAM_SPEC,
+        (*_REUSE, *_SMALL, "--no-acache-discover", "--attention-backend", "acache_triton"),
+        env=(("TRITON_INTERPRET", "1"),),
+    ),
+}
+"""The server ``dream_acache`` over the Triton kernels, in Triton's interpreter: slow. Follows it in the order."""
+
 MORE = {
     "impatient": ServerKind(LLADA_SPEC, (*_REUSE, *_SMALL), env=(("SGLANG_REQ_RUNNING_TIMEOUT", "4"),)),
     "tiny_acache": ServerKind(flags=(*_REUSE, *_SMALL), model="llada-tiny", declared=DECLARED_AT_LAUNCH),
 }
 """Servers that find recurring text by themselves."""
 
-ALL_KINDS = {**KINDS, **REUSING, **MORE}
+ALL_KINDS = {**KINDS, **REUSING, **INTERPRETED, **MORE}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
