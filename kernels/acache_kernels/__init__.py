@@ -7,6 +7,7 @@
 | copy KV to other positions | `rebase_kv`             | `torch`, `triton`               |
 | choose a token per row     | `choose_tokens`         | `torch`, `triton`               |
 | store KV                   | `store_kv`              | `torch`                         |
+| norm, SwiGLU, rotation     | `rows`                  | `torch`                         |
 
 Importing this package imports torch and nothing else; Triton and FlashInfer are imported by the implementations
 that need them, when they are first asked for. Nothing here knows about a server.

@@ -27,7 +27,7 @@ class Stage(Enum):
 class AffixRead:
     """One span as one request reads it.
 
-    ``local`` int64 ``[L]``, ascending, L >= 1: offsets within the span that are read from shared slots. Not among them
+    ``local`` int64 ``[L]``, ascending: offsets within the span that are read from shared slots. Not among them
     are a beginning that another read covers, and the position before the answer where logits are shifted: its hidden
     state is needed, so it is forwarded always.
     """
@@ -37,8 +37,8 @@ class AffixRead:
 
     @property
     def start(self) -> int:
-        """Canvas position of the first token read; there is at least one."""
-        return int(self.local[0]) + self.handle.start
+        """Canvas position of the first token read."""
+        return self.handle.start + (int(self.local[0]) if len(self.local) else 0)
 
     @property
     def positions(self) -> np.ndarray:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from sglang.srt.layers.activation import SiluAndMul
-from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -22,6 +20,7 @@ from torch import nn
 
 from sglang_acache.models.configs import DiffusionLMConfig
 from sglang_acache.models.rope import RotaryPositions
+from sglang_acache.models.row_layers import DiffusionRMSNorm, DiffusionSiluAndMul
 from sglang_acache.models.weights import WeightNames, load_checkpoint, tensor_shapes
 
 
@@ -41,7 +40,7 @@ class DiffusionMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias=False, quant_config=quant_config, prefix=add_prefix("down_proj", prefix)
         )
-        self.act_fn = SiluAndMul()
+        self.act_fn = DiffusionSiluAndMul()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(hidden_states)
@@ -118,9 +117,9 @@ class DiffusionLayer(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = DiffusionRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DiffusionAttention(config, layer_id, rotary_emb, quant_config, add_prefix("self_attn", prefix))
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = DiffusionRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DiffusionMLP(config, quant_config, add_prefix("mlp", prefix))
 
     def forward(
@@ -160,7 +159,7 @@ class DiffusionBackbone(nn.Module):
             DiffusionLayer(config, index, self.rotary_emb, quant_config, add_prefix(f"layers.{index}", prefix))
             for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = DiffusionRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,

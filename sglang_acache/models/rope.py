@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from acache_kernels.rows import rotate
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import nn
 
@@ -11,7 +12,7 @@ class RotaryPositions(nn.Module):
     """Rotates queries and keys by their absolute positions (half rotation, as Llama's).
 
     On CUDA this is SGLang's fused kernel, which computes in float32 too; elsewhere SGLang would round the
-    angles to the model's dtype, hence the plain code below.
+    angles to the model's dtype, hence our own kernel.
     """
 
     inv_freq: torch.Tensor
@@ -32,13 +33,9 @@ class RotaryPositions(nn.Module):
             self.register_buffer("cos_sin", torch.cat([angles.cos(), angles.sin()], dim=-1), persistent=False)
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated ``(q, k)``; positions ``[N]``, q ``[N, Hq * D]``, k ``[N, Hk * D]``."""
+        """Rotated ``(q, k)``, which may be modified; positions ``[N]``, q ``[N, Hq * D]``, k ``[N, Hk * D]``."""
         if self.fused is not None:
             return self.fused(positions, q, k)
-        cos, sin = self.cos_sin[positions][:, None].chunk(2, dim=-1)  # [N, 1, D / 2]
-        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        first, second = x.view(len(x), -1, self.head_dim).float().chunk(2, dim=-1)
-        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return rotated.to(x.dtype).view(len(x), -1)
+        for x in (q, k):
+            rotate(x.view(len(x), -1, self.head_dim), positions, self.cos_sin)
+        return q, k

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from acache_kernels.attention import get_attention_kernel
+from acache_kernels.store import store_kv
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_acache.srt.step import LayerAttention, StepTensors, step_of
@@ -47,9 +48,11 @@ class AcacheAttentionBackend(AttentionBackend):
         heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
         query = q.view(-1, heads, dim)
         key, value = k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-        if save_kv_cache:
-            self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, key, value)
         keys, values = self.pool.get_kv_buffer(layer.layer_id)
+        if save_kv_cache and keys.device.type == "cpu" and keys.dtype == key.dtype:
+            store_kv(keys, values, forward_batch.out_cache_loc, key, value)
+        elif save_kv_cache:
+            self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, key, value)
         if self._plan is None:
             self._plan = self.kernel.plan(
                 step.layout,

@@ -24,6 +24,7 @@ from sglang_acache.srt.kv_device import AllocatorPool
 from sglang_acache.srt.launch import is_ours, launch_params, launch_reuse
 from sglang_acache.srt.limits import default_params, vocabulary_limit
 from sglang_acache.srt.live_request import LiveRequest
+from sglang_acache.srt.malloc import keep_large_blocks
 from sglang_acache.srt.request_fields import RequestSpec
 from sglang_acache.srt.request_log import log_finished
 from sglang_acache.srt.reuse_metrics import ReuseMetrics, build_reuse_metrics
@@ -47,6 +48,8 @@ class DiffusionScheduler(Scheduler):
         config = self.model_config.hf_config
         if not is_ours(config.architectures):
             return
+        if self.device == "cpu":
+            keep_large_blocks()
         flags = get_context().config_bag(NAMESPACE)
         defaults = model_defaults(config)
         self.defaults = launch_params(flags, default_params(defaults))

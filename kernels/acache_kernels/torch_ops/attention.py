@@ -10,7 +10,8 @@ they lie in the pool.
                               workspace that stays in the processor's cache
 
 so nothing is padded, and what is read is what the maps name. The order of keys is the map's own, and how a
-request is served depends on its own shape alone: its result is the same bits in any batch.
+request is served depends on its own shape alone: its result is the same bits in any batch, but for calls of few
+queries on several threads, which torch splits by the size of the whole call.
 """
 
 from dataclasses import dataclass

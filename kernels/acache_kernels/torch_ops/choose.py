@@ -46,6 +46,7 @@ def _choose_block(z: torch.Tensor, part: slice, request: ChooseRequest) -> Choic
     filtered = torch.nonzero((top_k < request.vocab_limit) | (top_p < 1)).flatten()
     sampled = torch.nonzero(temperature > 0).flatten()
     dream = torch.nonzero((rule >= _MASKGIT_PLUS) & (rule <= _ENTROPY)).flatten()
+    drawn = torch.nonzero(rule >= _RANDOM).flatten()
     edge = torch.full_like(best, float("-inf"))  # smallest kept logit
     if len(filtered):
         scale = _scale(temperature[filtered])
@@ -60,7 +61,8 @@ def _choose_block(z: torch.Tensor, part: slice, request: ChooseRequest) -> Choic
         confidence[dream] = _dream_confidence(kept, chosen[dream], scale, rule[dream])
     logprob = chosen - best - z.sub_(best.unsqueeze(1)).exp_().sum(dim=1).log()
     confidence = torch.where(rule == _LOW_CONFIDENCE, logprob.exp(), confidence)
-    confidence = torch.where(rule >= _RANDOM, rng.row_uniform(seed), confidence)
+    if len(drawn):
+        confidence[drawn] = rng.row_uniform(seed[drawn])
     return Choice(token, confidence, logprob)
 
 

@@ -1,25 +1,11 @@
-"""The C++ attention for CPUs: compiled for this machine at first use, kept in a cache, optional.
-
-Without a C++ compiler, or with ACACHE_KERNELS_NATIVE=0, `load_native` returns None and plain torch serves.
-"""
+"""The C++ attention for CPUs; None where it cannot be compiled (see native_library.py)."""
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 
-logger = logging.getLogger(__name__)
+from acache_kernels.torch_ops.native_library import load_library
 
-SOURCE = Path(__file__).with_name("cpu_attention.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-shared")
 HEAD_DIMS = (32, 64, 80, 96, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 TASK_ROWS = 256
@@ -42,8 +28,8 @@ class _Step(ctypes.Structure):
 class NativeAttention:
     """Runs tasks of `cpu_attention.cpp`."""
 
-    def __init__(self, library: Path) -> None:
-        self._attend = ctypes.CDLL(str(library)).acache_attend
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.acache_attend
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         self._attend.argtypes = [pointer, pointer, ctypes.c_int64, integer, integer, integer]
 
@@ -85,52 +71,7 @@ class NativeAttention:
             raise ValueError(f"no native attention for head size {q.shape[2]}")
 
 
-@functools.cache
 def load_native() -> NativeAttention | None:
-    """The compiled kernel, or None, with the reason logged once, where it cannot be had."""
-    if os.environ.get("ACACHE_KERNELS_NATIVE") == "0":
-        return None
-    try:
-        return NativeAttention(_library())
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("CPU attention runs without its C++ kernel, in plain torch: %s", detail)
-        return None
-
-
-def _library() -> Path:
-    """Path of the shared library for this source, compiler and processor, compiled when it is not cached."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler (g++) was found")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    identity = "\n".join((SOURCE.read_text(), *FLAGS, version, _processor()))
-    library = _cache_folder() / f"cpu_attention-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        logger.info("compiling the CPU attention kernel into %s", library)
-        draft = library.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(draft)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-        draft.replace(library)  # atomic: several processes may compile at once
-    return library
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "acache_kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="acache_kernels-"))
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    """The compiled kernel, or None where it cannot be had."""
+    library = load_library("cpu_attention")
+    return None if library is None else NativeAttention(library)
