@@ -9,7 +9,7 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from acache_kernels import (
 )
 
 POOL_SLOTS = 24_000
+Side = Callable[[], object]
+"""One of the things that are compared: a run of it."""
 
 
 @dataclass(frozen=True)
@@ -49,38 +51,52 @@ def loads() -> list[Load]:
     ]
 
 
-def read_maps(load: Load, kind: str) -> torch.Tensor:
-    """Slots of all requests: `run` one ascending run each, `affix` 60% shared run with 20% of it replaced by
-    private slots, `random` any slots."""
+def read_maps(
+    load: Load, kind: str, pool_slots: int = POOL_SLOTS, share: float = 0.6, replaced: float = 0.2
+) -> torch.Tensor:
+    """Slots of all requests: `run` one ascending run each, `affix` a shared run of `share` of the keys with
+    `replaced` of it replaced by private slots, `random` any slots."""
     rng = np.random.default_rng(1)
     parts = []
-    private = POOL_SLOTS // 4
+    private = pool_slots // 4
     for m in load.kv_lens:
         if kind == "random":
-            parts.append(rng.permutation(POOL_SLOTS)[:m])
+            parts.append(rng.permutation(pool_slots)[:m])
             continue
         slots = np.arange(private, private + m)
         private += m
         if kind == "affix":
-            shared = int(0.6 * m)
-            slots[:shared] = np.where(rng.random(shared) < 0.2, slots[:shared], np.arange(shared))
+            shared = int(share * m)
+            slots[:shared] = np.where(rng.random(shared) < replaced, slots[:shared], np.arange(shared))
         parts.append(slots)
     return torch.from_numpy(np.concatenate(parts))
 
 
-def medians(sides: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Median seconds of each side, run in turn for about `seconds` in all (at least 5 rounds)."""
+def cpu_seconds(side: Side) -> float:
+    """Of one run; processor time of this thread where torch uses no other."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    samples: list[list[float]] = [[] for _ in sides]
+    start = clock()
+    side()
+    return clock() - start
+
+
+def samples(
+    sides: Sequence[Side], seconds: float, time_one: Callable[[Side], float] = cpu_seconds
+) -> list[list[float]]:
+    """Seconds of each side's runs: in turn, for about `seconds` in all, at least 5 rounds after one that warms up."""
+    taken: list[list[float]] = [[] for _ in sides]
     for side in sides:
         side()
     began = time.perf_counter()
-    while len(samples[0]) < 5 or time.perf_counter() - began < seconds:
-        for side, sample in zip(sides, samples, strict=True):
-            start = clock()
-            side()
-            sample.append(clock() - start)
-    return [statistics.median(sample) for sample in samples]
+    while len(taken[0]) < 5 or time.perf_counter() - began < seconds:
+        for side, times in zip(sides, taken, strict=True):
+            times.append(time_one(side))
+    return taken
+
+
+def medians(sides: Sequence[Side], seconds: float) -> list[float]:
+    """Median seconds of each side."""
+    return [statistics.median(times) for times in samples(sides, seconds)]
 
 
 def dense_side(
