@@ -52,13 +52,22 @@ def test_suffix_is_the_text_after_the_hole(client: openai.OpenAI, llada: Server)
 
 def test_several_prompts_and_several_samples(client: openai.OpenAI) -> None:
     prompts = [prompt(12), prompt(7, seed=2)]
-    answer = complete(client, prompt=prompts, n=2, max_tokens=8, temperature=1.5)
+    answer = complete(client, prompt=prompts, n=2, max_tokens=24, temperature=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert len({choice.text for choice in answer.choices}) == 4
     greedy = complete(client, prompt=prompts, max_tokens=8)
     assert [choice.text for choice in greedy.choices] == [
         complete(client, prompt=one, max_tokens=8).choices[0].text for one in prompts
     ]
+
+
+def test_parallel_samples_of_a_seed(client: openai.OpenAI) -> None:
+    """Different, the same every time, and each what its own seed gives alone."""
+    options: dict[str, Any] = {"max_tokens": 16, "temperature": 1.5}
+    drawn = [[choice.text for choice in complete(client, n=3, seed=11, **options).choices] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 3
+    assert drawn[0] == [complete(client, seed=seed, **options).choices[0].text for seed in (11, 12, 13)]
 
 
 def test_seed_and_temperature(client: openai.OpenAI) -> None:

@@ -38,14 +38,25 @@ Capture = Callable[[Callable[[], None]], Replay]
 KEY_SHARES = (4, 1)
 """A bucket holds this part (1 / share) of the longest canvas a request: idle programs are what unused keys cost."""
 
+MOST_ROWS = 2048
+"""No larger buckets: such a step keeps the device busy while the host launches, and its partial results are large."""
+
 logger = logging.getLogger(__name__)
 
 
+def graph_sizes(asked: Sequence[int], rows: int, most_requests: int) -> list[int]:
+    """Numbers of requests to capture: those of SGLang's flags, as far as they can occur and are worth it."""
+    return sorted({min(count, most_requests) for count in asked if min(count, most_requests) * rows <= MOST_ROWS})
+
+
 def buckets(requests: Sequence[int], rows: int, canvas: int) -> list[StaticCapacity]:
-    """Capacities in the order in which a step tries them: ``rows`` queries and up to ``canvas`` keys a request."""
+    """Capacities in the order in which a step tries them: ``rows`` queries and up to ``canvas`` keys a request.
+
+    ``requests`` ascend.
+    """
     return [
         StaticCapacity(count, count * rows, count * max(1, canvas // share), rows)
-        for count in sorted(set(requests))
+        for count in requests
         for share in KEY_SHARES
     ]
 
@@ -151,9 +162,9 @@ def empty_step(device: torch.device | str) -> StepTensors:
 
 
 def install_graphs(runner: Any, requests: Sequence[int], rows: int, capture: Capture) -> StepGraphs | None:
-    """Give SGLang's ``ModelRunner`` graphs for steps of up to ``max(requests)`` requests; None where it gets none.
+    """Give SGLang's ``ModelRunner`` graphs of steps of these numbers of requests; None where it gets none.
 
-    ``rows``: most queries of a request inside a block. The attention kernel must have static plans.
+    ``requests`` ascend. ``rows``: most queries of a request inside a block. The attention kernel must have static plans.
     """
     backend = runner.attn_backend
     if not requests or not backend.kernel.has_static_plans:
@@ -167,7 +178,7 @@ def install_graphs(runner: Any, requests: Sequence[int], rows: int, capture: Cap
         dtype=runner.dtype,
         device=runner.device,
     )
-    logger.info("Capturing %d CUDA graphs of steps inside blocks, of up to %d requests", len(plans), max(requests))
+    logger.info("Capturing %d CUDA graphs of steps inside blocks, of up to %d requests", len(plans), requests[-1])
     graphs = StepGraphs(runner.model, plans, capture, backend.init_forward_metadata)
     runner.decode_cuda_graph_runner = graphs
     return graphs

@@ -29,7 +29,10 @@ class OutputLogprobs:
 
 
 class LiveRequest:
-    """``req`` is SGLang's; ``spec`` is what the client asked; ``state`` exists from admission on."""
+    """``req`` is SGLang's; ``spec`` is what the client asked; ``state`` exists from admission on.
+
+    ``sample``: which of the parallel samples of a prompt this is. Sample i draws as a request of seed + i would.
+    """
 
     __slots__ = (
         "emitted",
@@ -39,14 +42,16 @@ class LiveRequest:
         "req",
         "reuse",
         "reuse_params",
+        "sample",
         "segments",
         "spec",
         "state",
         "waiting_since",
     )
 
-    def __init__(self, req: Any, spec: RequestSpec, reuse_params: ReuseParams) -> None:
+    def __init__(self, req: Any, spec: RequestSpec, reuse_params: ReuseParams, sample: int = 0) -> None:
         self.req = req
+        self.sample = sample
         self.spec = spec
         self.reuse_params = reuse_params
         self.reuse: Reuse | None = None
@@ -100,7 +105,8 @@ class LiveRequest:
 
     def _sampling(self) -> Sampling:
         params = self.req.sampling_params
-        seed = params.sampling_seed if params.sampling_seed is not None else seed_from_text(self.req.rid)
+        given = params.sampling_seed
+        seed = seed_from_text(self.req.rid) if given is None else (given + self.sample) % (1 << 63)
         if params.top_k == 1:  # SGLang turns temperature 0 into top_k 1
             return Sampling(seed=seed)
         top_k = 0 if params.top_k >= 1 << 30 else params.top_k

@@ -28,6 +28,7 @@ from sglang_acache.srt.malloc import keep_large_blocks
 from sglang_acache.srt.request_fields import RequestSpec
 from sglang_acache.srt.request_log import log_finished
 from sglang_acache.srt.reuse_metrics import ReuseMetrics, build_reuse_metrics
+from sglang_acache.srt.sample_numbers import SampleNumbers
 from sglang_acache.srt.span_control import SpanControl
 from sglang_acache.srt.streamer import DiffusionOutputStreamer
 from sglang_acache.srt.worker import DiffusionBatch, DiffusionWorker
@@ -55,6 +56,7 @@ class DiffusionScheduler(Scheduler):
         self.defaults = launch_params(flags, default_params(defaults))
         slots = AllocatorPool(self.token_to_kv_pool_allocator)
         self.reuse_defaults = launch_reuse(flags)
+        self.sample_numbers = SampleNumbers()
         vocab_limit = vocabulary_limit(self.tokenizer, config)
         affixes = build_affixes(
             flags, slots, self.tp_worker.model_runner, self.max_total_num_tokens, self.tokenizer, vocab_limit
@@ -94,7 +96,9 @@ class DiffusionScheduler(Scheduler):
             return super().validate_dllm_request(req)
         spec = RequestSpec.from_wire(req.sampling_params.custom_params, self.defaults)
         reuse = ReuseParams(**spec.cache_options) if spec.cache_options else self.reuse_defaults
-        live = req.diffusion = LiveRequest(req, spec, reuse)
+        # SGLang asks for no tokens once, ahead of parallel samples: that request is none of them.
+        sample = self.sample_numbers.take(spec.group) if req.sampling_params.max_new_tokens else 0
+        live = req.diffusion = LiveRequest(req, spec, reuse, sample)
         if spec.right_context:
             # Usage counts the whole prompt; detokenizing continues from the left context alone.
             req.origin_input_ids = req.origin_input_ids_unpadded + type(req.origin_input_ids)("q", spec.right_context)

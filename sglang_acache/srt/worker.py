@@ -154,12 +154,12 @@ class DiffusionWorker:
 def _install_graphs(runner: Any) -> None:
     """Let steps inside blocks replay CUDA graphs, as the flags ask; blocks longer than the server's run eagerly."""
     from sglang_acache.srt.cuda_capture import CudaCapture
-    from sglang_acache.srt.graphs import install_graphs
+    from sglang_acache.srt.graphs import graph_sizes, install_graphs
 
     flags = get_context().config_bag(NAMESPACE)
     config = runner.model_config.hf_config
     defaults = model_defaults(config)
     block = launch_params(flags, default_params(defaults)).block_length
     rows = block + int(defaults.shift_logits)  # a shifted block also forwards the position before it
-    sizes = [count for count in flags.diffusion_graph_requests or [] if count <= runner.max_running_requests]
+    sizes = graph_sizes(flags.diffusion_graph_requests or [], rows, runner.max_running_requests)
     install_graphs(runner, sizes, rows, CudaCapture(runner))

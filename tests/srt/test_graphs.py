@@ -19,7 +19,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 
 from sglang_acache.core.plan import RowSampling, build_plan, silent_entry
 from sglang_acache.srt import launch
-from sglang_acache.srt.graphs import StepGraphs, buckets, empty_step, install_graphs
+from sglang_acache.srt.graphs import StepGraphs, buckets, empty_step, graph_sizes, install_graphs
 from sglang_acache.srt.step import STATE_KEY, StepTensors
 from sglang_acache.srt.worker import DiffusionBatch, DiffusionStep, DiffusionWorker
 
@@ -76,13 +76,26 @@ def step(queries: list[int], keys: list[int], observers: tuple[Any, ...] = ()) -
 
 
 def test_buckets_are_tried_from_the_smallest() -> None:
-    found = buckets([4, 1, 4], rows=33, canvas=1024)
+    found = buckets([1, 4], rows=33, canvas=1024)
     assert [(one.requests, one.queries, one.keys, one.longest) for one in found] == [
         (1, 33, 256, 33),
         (1, 33, 1024, 33),
         (4, 132, 1024, 33),
         (4, 132, 4096, 33),
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "most", "sizes"),
+    [
+        ([1, 2, 4, 8], 32, 100, [1, 2, 4, 8]),
+        ([1, 2, 4, 8], 32, 3, [1, 2, 3]),  # no more requests than ever run
+        ([8, 64, 72], 32, 100, [8, 64]),  # 2,048 rows
+        ([], 32, 100, []),
+    ],
+)
+def test_sizes_that_are_captured(asked: list[int], rows: int, most: int, sizes: list[int]) -> None:
+    assert graph_sizes(asked, rows, most) == sizes
 
 
 @pytest.mark.parametrize(
