@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.runtime_context import get_context
 
 from integration_tests.oracle.checkpoints import CheckpointSpec, write_checkpoint
 from integration_tests.oracle.sglang_runner import Query, SGLangRunner, forward_batch, whole_canvas
+from sglang_acache.srt import cuda_capture, worker
+from sglang_acache.srt.flags import NAMESPACE, flag_values
 from sglang_acache.srt.graphs import StepGraphs, install_graphs
 from sglang_acache.srt.step import STATE_KEY
 
@@ -148,6 +152,21 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     if got.numel():
         assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_the_worker_installs_what_the_flags_ask_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens on CUDA when a worker is made, all but the recording."""
+    bag = get_context().config_bag(NAMESPACE)
+    flags = SimpleNamespace(**{**flag_values(bag), "diffusion_graph_requests": [1, 2, 16]})
+    monkeypatch.setattr(worker, "get_context", lambda: SimpleNamespace(config_bag=lambda _: flags))
+    monkeypatch.setattr(cuda_capture, "CudaCapture", lambda _: lambda body: body)
+    monkeypatch.setattr(world.sglang.runner, "decode_cuda_graph_runner", None)
+    worker._install_graphs(world.sglang.runner)
+    installed = world.sglang.runner.decode_cuda_graph_runner
+    capacities = [batch.attention.capacity for batch in installed._batches]
+    assert [one.requests for one in capacities] == [1, 1, 2, 2, 8, 8]  # of --max-running-requests 8
+    assert {one.longest for one in capacities} == {32}
+    assert capacities[-1].keys == 8 * SPEC.max_positions
 
 
 def test_what_does_not_fit_runs_eagerly(world: World, replaying: list[int]) -> None:

@@ -164,7 +164,7 @@ def empty_step(device: torch.device | str) -> StepTensors:
 def install_graphs(runner: Any, requests: Sequence[int], rows: int, capture: Capture) -> StepGraphs | None:
     """Give SGLang's ``ModelRunner`` graphs of steps of these numbers of requests; None where it gets none.
 
-    ``requests`` ascend. ``rows``: most queries of a request inside a block. The attention kernel must have static plans.
+    ``requests`` ascend. ``rows``: most queries of a request inside a block. A kernel without static plans gets none.
     """
     backend = runner.attn_backend
     if not requests or not backend.kernel.has_static_plans:

@@ -5,6 +5,8 @@ With the real ones: ``integration_tests/interpreted/test_step_graphs.py``.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 
 from sglang_acache.core.plan import RowSampling, build_plan, silent_entry
 from sglang_acache.srt import launch
+from sglang_acache.srt.cuda_capture import CudaCapture
 from sglang_acache.srt.graphs import StepGraphs, buckets, empty_step, graph_sizes, install_graphs
 from sglang_acache.srt.step import STATE_KEY, StepTensors
 from sglang_acache.srt.worker import DiffusionBatch, DiffusionStep, DiffusionWorker
@@ -169,6 +172,46 @@ def test_a_capture_touches_slot_0_only() -> None:
     StepGraphs(model, [RecordedPlan(one) for one in buckets([1, 3], BLOCK, CANVAS)], capture, lambda _: None)
     assert [len(stored) for stored in seen] == [12, 12, 4, 4]  # the largest first
     assert not any(sum(stored) for stored in seen)
+
+
+def test_the_order_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and order of the calls, over stand-ins for CUDA: warmed up on the capture stream, then recorded there."""
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.device_communicators import pynccl_allocator
+    from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
+    from sglang.srt.model_executor.runner_utils import pool
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def scope(name: str, **_: Any) -> Iterator[Any]:
+        calls.append(f"{name} (")
+        yield SimpleNamespace(stream="stream")
+        calls.append(")")
+
+    group = SimpleNamespace(barrier=lambda: calls.append("barrier"))
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    monkeypatch.setattr(parallel_state, "graph_capture", lambda stream: scope("stream"))
+    monkeypatch.setattr(pynccl_allocator, "set_graph_pool_id", lambda _: None)
+    monkeypatch.setattr(pool, "get_or_create_global_graph_memory_pool", lambda _: "pool")
+    monkeypatch.setattr(pool, "get_or_create_global_graph_capture_stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay")))
+    monkeypatch.setattr(torch.cuda, "graph", lambda **given: scope("record", **given))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def body() -> None:
+        assert get_attn_backend() == "backend"
+        assert get_is_capture_mode()
+        calls.append("body")
+
+    replay = CudaCapture(SimpleNamespace(attn_backend="backend"))(body)
+    assert calls == ["stream (", "barrier", "body", "barrier", "body", "record (", "body", ")", ")"]
+    assert not has_forward_context()
+    assert not get_is_capture_mode()
+    replay()
+    assert calls[-1] == "replay"
 
 
 def test_nothing_is_installed_where_nothing_can_be() -> None:
