@@ -84,7 +84,7 @@ def make_static_plans(
     group = num_q_heads // num_kv_heads
     shapes = [_classes_in_use(tile_shapes(head_dim, dtype), one.longest * group) for one in capacities]
     sizes = [
-        [bounds(one, group, shape.block_m, last=shape is used[-1]) for shape in used]
+        [_aligned(bounds(one, group, shape.block_m, last=shape is used[-1])) for shape in used]
         for one, used in zip(capacities, shapes, strict=True)
     ]
     rows = max(
@@ -97,6 +97,11 @@ def make_static_plans(
         TritonStaticPlan(one, heads, used, mine, buffers)
         for one, used, mine in zip(capacities, shapes, sizes, strict=True)
     ]
+
+
+def _aligned(size: Bounds) -> Bounds:
+    """Lists of four lines each, so that every one starts at 16 bytes: Triton compiles for such addresses."""
+    return Bounds(-(-size.work // 4) * 4, -(-size.merges // 4) * 4, size.parts)
 
 
 def _classes_in_use(shapes: Sequence[TileShape], packed_rows: int) -> Sequence[TileShape]:

@@ -132,6 +132,8 @@ def test_launches_do_not_depend_on_the_step(launches: list[tuple[Any, ...]]) -> 
         seen.append(list(launches))
         assert torch.equal(out[: len(expected)], expected)
     assert len(seen[0]) == 6  # three tile classes, attention and merge
+    lists = [table for launch in static.plan.launches for table in (launch.work, launch.merges)]
+    assert not any(table.data_ptr() % 16 for table in lists)
     assert all(one == seen[0] for one in seen)
 
 
