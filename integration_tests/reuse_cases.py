@@ -204,7 +204,8 @@ def assert_as_expected(answer: dict[str, Any], expected: Expected) -> None:
     """Token for token, and every number that is told of the reuse."""
     assert answer["output_ids"] == expected.output
     account = account_of(answer)
-    assert {name: account[name] for name in expected.account} == expected.account
+    counted = {name: account[name] for name in expected.account}
+    assert counted == expected.account, f"told {counted}, expected {expected.account}"
     assert answer["meta_info"]["cached_tokens"] == account["affix_tokens"] - account["anchor_tokens"]
     assert sum(span["length"] for span in account["spans"]) == account["affix_tokens"]
 

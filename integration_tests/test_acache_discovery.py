@@ -176,7 +176,7 @@ class TestDeclaredAtLaunch:
         told = []
         for seed in range(4):
             question = vocabulary.encode(task.shared_requests(180, 4, "prefix")[seed].left)[-12:]
-            case = Case([*facts, *recurring, *question], new_tokens=32, params={"block_length": 4, "steps": 32})
+            case = Case([*facts, *recurring, *question], new_tokens=12, params={"block_length": 4, "steps": 12})
             answer = ask(tiny, replace(case, named=False), cache_salt="tenant")
             told.append((case, answer, account_of(answer)["spans"]))
         first, last = told[0][2], told[-1][2]
