@@ -17,6 +17,45 @@ MERGE_ROWS = 8
 
 
 @triton.jit
+def attend_keys(
+    q_tile,
+    keys_at,
+    values_at,
+    dim_ok,
+    slots,
+    num_keys,
+    k_row,
+    v_row,
+    scale_log2,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows of `q_tile` [M, D] against the keys in `num_keys` slots: (sum of weights x values, peak, sum of weights).
+
+    Weights are exp2(score - peak), `peak` [M] the row's largest score. keys_at and values_at [D] point into slot 0.
+    """
+    peak = tl.full([q_tile.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q_tile.shape[0]], tl.float32)
+    acc = tl.zeros([q_tile.shape[0], q_tile.shape[1]], tl.float32)
+    for start in range(0, num_keys, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        col_ok = cols < num_keys
+        slot = tl.load(slots + cols, mask=col_ok, other=0).to(tl.int64)
+        k_tile = tl.load(keys_at[:, None] + slot[None, :] * k_row, mask=dim_ok[:, None] & col_ok[None, :], other=0.0)
+        scores = tl.dot(operand(q_tile), operand(k_tile), input_precision=PRECISION) * scale_log2
+        scores = tl.where(col_ok[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weights, 1)
+        v_tile = tl.load(values_at[None, :] + slot[:, None] * v_row, mask=col_ok[:, None] & dim_ok[None, :], other=0.0)
+        weights = operand(weights.to(v_tile.dtype))
+        acc = tl.dot(weights, operand(v_tile), acc * shrink[:, None], input_precision=PRECISION)
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
 def attend_tiles(
     q,
     k,
@@ -64,25 +103,10 @@ def attend_tiles(
     keys_at = k + kv_head * k_head + dims
     values_at = v + kv_head * v_head + dims
 
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, num_keys, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
-        col_ok = cols < num_keys
-        slot = tl.load(kv_indices + key_start + cols, mask=col_ok, other=0).to(tl.int64)
-        k_tile = tl.load(keys_at[:, None] + slot[None, :] * k_row, mask=dim_ok[:, None] & col_ok[None, :], other=0.0)
-        scores = tl.dot(operand(q_tile), operand(k_tile), input_precision=PRECISION) * scale_log2
-        scores = tl.where(col_ok[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, 1)
-        v_tile = tl.load(values_at[None, :] + slot[:, None] * v_row, mask=col_ok[:, None] & dim_ok[None, :], other=0.0)
-        weights = operand(weights.to(v_tile.dtype))
-        acc = tl.dot(weights, operand(v_tile), acc * shrink[:, None], input_precision=PRECISION)
-        peak = new_peak
-
+    slots = kv_indices + key_start
+    acc, peak, total = attend_keys(
+        q_tile, keys_at, values_at, dim_ok, slots, num_keys, k_row, v_row, scale_log2, BLOCK_N, PRECISION
+    )
     acc = acc / total[:, None]
     norm = peak + tl.log2(total)  # base 2
     if part < 0:

@@ -99,6 +99,29 @@ def find_edges(
 
 
 @triton.jit
+def second_best(z, ids, best):
+    """The second largest of `best` and the values `z` of `ids`; equal ones count twice."""
+    peak = tl.max(z, 0)
+    first_at = tl.min(tl.where(z == peak, ids, 2147483647), 0)
+    runner_up = tl.max(tl.where(ids == first_at, NEVER, z), 0)
+    return tl.maximum(tl.minimum(best, peak), runner_up)
+
+
+@triton.jit
+def add_kept(z, base, old_base, scale, total, moment):
+    """The sums of e = exp(x) and of x * e, x = (z - base) / scale, over `z` and what was summed so far.
+
+    What was summed so far is relative to `old_base` (-inf: nothing was).
+    """
+    shift = tl.where(old_base == NEVER, 0.0, (old_base - base) / scale)
+    shrink = tl.exp(shift)
+    x = (z - base) / scale
+    e = tl.exp(x)
+    moment = (moment + shift * total) * shrink + tl.sum(tl.where(e > 0.0, x, 0.0) * e, 0)
+    return total * shrink + tl.sum(e, 0), moment
+
+
+@triton.jit
 def scan_chunk(
     logits,
     temperature,
@@ -160,17 +183,8 @@ def scan_chunk(
         best_score = tl.where(better, block_score, best_score)
         if dream:
             kept_z = tl.where(z >= edge, z, NEVER)
-            kept_peak = tl.max(kept_z, 0)
-            first_at = tl.min(tl.where(kept_z == kept_peak, ids, 2147483647), 0)
-            runner_up = tl.max(tl.where(ids == first_at, NEVER, kept_z), 0)
-            kept_best = tl.where(best >= edge, best, NEVER)
-            second = tl.maximum(tl.minimum(kept_best, kept_peak), tl.maximum(second, runner_up))
-            shift = tl.where(best == NEVER, 0.0, (best - base) / scale)
-            shrink = tl.exp(shift)
-            x = (kept_z - base) / scale
-            e = tl.exp(x)
-            kept_moment = (kept_moment + shift * kept_sum) * shrink + tl.sum(tl.where(e > 0.0, x, 0.0) * e, 0)
-            kept_sum = kept_sum * shrink + tl.sum(e, 0)
+            second = tl.maximum(second, second_best(kept_z, ids, tl.where(best >= edge, best, NEVER)))
+            kept_sum, kept_moment = add_kept(kept_z, base, best, scale, kept_sum, kept_moment)
         best = new_best
 
     at = (line * tl.num_programs(1) + tl.program_id(1)) * FIELDS
