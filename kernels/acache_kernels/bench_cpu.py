@@ -24,6 +24,7 @@ from acache_kernels import (
     get_attention_kernel,
     rebase_kv,
 )
+from acache_kernels.rows import add_rms_norm, rotate, silu_mul
 
 POOL_SLOTS = 24_000
 Side = Callable[[], object]
@@ -204,6 +205,38 @@ def importance_row(heads: int, dim: int, seconds: float) -> str:
     return f"| {heads} x {dim} | {ours * 1e3:.2f} | {attention * 1e3:.2f} | {ours / attention:.2f} |"
 
 
+def row_operation_rows(rows: int, width: int, dtype: torch.dtype, seconds: float) -> list[str]:
+    """Against the shortest plain torch for the same."""
+    x, residual, gate_up = (torch.randn(rows, n).to(dtype) for n in (width, width, 2 * width))
+    weight, heads = torch.ones(width).to(dtype), x.view(rows, -1, 64)
+    positions, angles = torch.arange(rows), torch.randn(rows, 64)
+
+    def plain_norm() -> object:
+        total = x + residual
+        return torch.nn.functional.rms_norm(total, (width,), weight, 1e-5), total
+
+    def plain_silu() -> object:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def plain_rotate() -> object:
+        cos, sin = angles[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    operations: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "add + RMS norm": (lambda: add_rms_norm(x, residual, weight, 1e-5), plain_norm),
+        "SiLU x up": (lambda: silu_mul(gate_up), plain_silu),
+        "rotate": (lambda: rotate(heads, positions, angles), plain_rotate),
+    }
+    lines = []
+    for name, sides in operations.items():
+        ours, plain = medians(list(sides), seconds)
+        times = [f"{ours * 1e6:.0f}", f"{plain * 1e6:.0f}", f"{ours / plain:.2f}"]
+        lines.append("| " + " | ".join([name, f"{rows} x {width}", str(dtype).removeprefix("torch."), *times]) + " |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="measuring time per row")
@@ -223,6 +256,10 @@ def main() -> None:
     for rows, vocab in ((512, 600), (64, 126_464)):
         for kind in ("greedy", "sampled", "top-p 0.9"):
             print(choose_row(rows, vocab, kind, args.seconds), flush=True)
+    print("\n| row operation | rows x width | dtype | us | plain torch us | ratio |\n|---|---|---|---|---|---|")
+    for rows in (32, 4096):
+        for dtype in (torch.float32, torch.bfloat16):
+            print("\n".join(row_operation_rows(rows, 512, dtype, args.seconds)), flush=True)
     print("\n| re-base 512 slots, 8 layers, 12 x 64 | ms | indexed copy ms | ratio |\n|---|---|---|---|")
     for dtype in (torch.float32, torch.bfloat16):
         print(rebase_row(dtype, args.seconds), flush=True)
