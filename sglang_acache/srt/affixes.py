@@ -62,6 +62,13 @@ class Opening(NamedTuple):
     waits: bool = False
 
 
+class Selected(NamedTuple):
+    """A request that has chosen its anchors, and the private slots int64 that it needs no more."""
+
+    request: LiveRequest
+    released: np.ndarray
+
+
 @dataclass(slots=True)
 class AffixWork:
     """What shared spans add to one step: encodings, then probes, in the order of the step's entries."""
@@ -71,7 +78,7 @@ class AffixWork:
     entries: list[Entry] = field(default_factory=list)
     scorers: list[Scorer] = field(default_factory=list)
     scored: list[tuple[Scorer, list[LiveRequest]]] = field(default_factory=list)
-    selected: list[LiveRequest] = field(default_factory=list)  # chose anchors without a probe, before this step
+    selected: list[Selected] = field(default_factory=list)  # without a probe, before this step
     started: float = 0.0
 
     @property
@@ -241,18 +248,19 @@ class Affixes:
                 self._begin(handle, work)
         self._background = [handle for handle in self._background if not self._settled(handle)]
         for request in reading:
-            if self._advance(request):
-                work.selected.append(request)
+            scores = self._known_scores(request)
+            if scores is not None:
+                work.selected.append(self._select(request, scores))
         self._add_probes(_within(budget - work.tokens, reading, at_least_one=not work.entries), work)
         return work
 
-    def finish(self, work: AffixWork) -> list[tuple[LiveRequest, np.ndarray]]:
-        """After the step's forward: settle encodings, choose anchors; returns slots that requests give back."""
+    def finish(self, work: AffixWork) -> list[Selected]:
+        """After the step's forward: settle encodings, choose anchors."""
         for order in work.encodes:
             if self.tree.mark_ready(order):
                 self.counters.spans_encoded += 1
                 self._remember(order.slots)
-        released = []
+        selected = []
         seconds = time.perf_counter() - work.started
         self.counters.probe_seconds += seconds if work.probes else 0.0
         for scorer, requests in work.scored:
@@ -265,8 +273,8 @@ class Affixes:
                 self.counters.probe_tokens += rows
                 request.state.forwarded_tokens += rows
                 self._memorise(request, scores)
-                released.append((request, self._select(request, scores)))
-        return released
+                selected.append(self._select(request, scores))
+        return selected
 
     def _begin(self, handle: SpanHandle, work: AffixWork) -> None:
         for order in self.tree.begin_work(handle):
@@ -283,32 +291,34 @@ class Affixes:
             self.tree.release(handle)
         return handle.ready
 
-    def _advance(self, request: LiveRequest) -> bool:
-        """Let a request whose spans are ready go on; True where its anchors needed no probe and are chosen."""
+    def _known_scores(self, request: LiveRequest) -> Sequence[np.ndarray | None] | None:
+        """Of a request whose spans have just become ready: what decides its anchors without a probe. None where
+        nothing does; then a probe is due."""
         reuse = request.reuse
         if reuse is None or reuse.stage is not Stage.ENCODING or not reuse.ready:
-            return False
-        scores = [None] * len(reuse.reads) if reuse.policy.needs == "none" else self._remembered(request)
-        if scores is None:
-            reuse.stage = Stage.PROBING
-            return False
-        self._select(request, scores)
-        return True
-
-    def _remembered(self, request: LiveRequest) -> list[np.ndarray | None] | None:
-        """Importance that earlier probes found for every span of ``request``, if it wants such; else None."""
-        assert request.reuse is not None
-        if request.reuse_params.probe != "remembered":
             return None
-        scores = [_memory(read).get(_memory_key(request, read)) for read in request.reuse.reads]
-        return None if any(score is None for score in scores) else scores
+        if reuse.policy.needs == "none":
+            return [None] * len(reuse.reads)
+        scores = [self._score_of(request, read) for read in reuse.reads]
+        if any(score is None for score in scores):
+            reuse.stage = Stage.PROBING
+            return None
+        return scores
+
+    def _score_of(self, request: LiveRequest, read: AffixRead) -> np.ndarray | None:
+        """Importance that the request's own probe has found, or another's, if the request wants such."""
+        own = request.scores.get((read.start, len(read)))  # it has one where it was retracted: anchors are for life
+        if own is None and request.reuse_params.probe == "remembered":
+            return _memory(read).get(_memory_key(request, read))
+        return own
 
     def _memorise(self, request: LiveRequest, scores: Sequence[np.ndarray]) -> None:
         assert request.reuse is not None
         for read, score in zip(request.reuse.reads, scores, strict=True):
+            request.scores[read.start, len(read)] = score
             _memory(read)[_memory_key(request, read)] = score
 
-    def _select(self, request: LiveRequest, scores: Sequence[np.ndarray | None]) -> np.ndarray:
+    def _select(self, request: LiveRequest, scores: Sequence[np.ndarray | None]) -> Selected:
         assert request.reuse is not None
         assert request.state is not None
         released = request.reuse.select(request.state, scores)
@@ -316,7 +326,7 @@ class Affixes:
         request.req.cached_tokens = request.req.cached_tokens_device = stats.affix_tokens - stats.anchor_tokens
         self.counters.anchors += stats.anchor_tokens
         self.counters.tokens_reused += stats.affix_tokens - stats.anchor_tokens
-        return released
+        return Selected(request, released)
 
     def _add_probes(self, probing: Sequence[LiveRequest], work: AffixWork) -> None:
         by_needs: dict[str, list[LiveRequest]] = {}

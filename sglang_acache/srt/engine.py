@@ -144,8 +144,8 @@ class DiffusionEngine:
     def next_step(self) -> DiffusionStep | None:
         """The next ragged forward: encodings and probes of shared spans, then denoising; None when idle."""
         self._work = AffixWork() if self.affixes is None else self.affixes.prepare(self.live, self.step_tokens)
-        for request in self._work.selected:
-            self._write_row(request)
+        for request, released in self._work.selected:
+            self._after_selection(request, released)
         ready = [request for request in self.live if request.reuse is None or request.reuse.stage is Stage.DENOISING]
         ready.sort(key=lambda request: request.waiting_since)
         by_state = {id(request.state): request for request in ready}

@@ -43,6 +43,7 @@ class LiveRequest:
         "reuse",
         "reuse_params",
         "sample",
+        "scores",
         "segments",
         "spec",
         "state",
@@ -55,6 +56,7 @@ class LiveRequest:
         self.spec = spec
         self.reuse_params = reuse_params
         self.reuse: Reuse | None = None
+        self.scores: dict[tuple[int, int], np.ndarray] = {}  # importance its probe found, by start and length of a read
         self.namespace = json.dumps([req.cache_salt, req.extra_key])  # tenants never share
         self.observed = False  # whether span discovery has seen this prompt
         self.segments = self._segments()

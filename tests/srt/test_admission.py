@@ -191,6 +191,34 @@ def test_a_hit_is_a_request_that_reads() -> None:
     assert info.hits == 1
 
 
+@pytest.mark.parametrize("selector", ["attention", "kv_deviation", "random"])
+def test_a_retracted_request_keeps_its_anchors(selector: str) -> None:
+    """Put back in the queue without its K/V, it is admitted again and does not probe again."""
+    world = World(400)
+    request = fake_request("r", text(19, 60) + text(20, 5), 40, ReuseParams(spans=((0, 60),), selector=selector))
+    assert world.engine.try_admit(request)
+    for _ in range(5):
+        world.step()
+        world.check()
+    chosen = anchors(request)
+    assert len(chosen) == 12
+    probed = world.affixes.counters.probe_tokens
+    assert (probed > 0) == (selector != "random")
+    world.release([request])
+    world.check()
+    world.tree.flush()
+    serve_all(world, [request])
+    assert anchors(request) == chosen
+    assert world.affixes.counters.probe_tokens == probed
+
+
+def anchors(request: LiveRequest) -> list[int]:
+    assert request.reuse is not None
+    (read,) = request.reuse.reads
+    assert read.handle.anchors is not None
+    return read.handle.anchors.positions.tolist()
+
+
 def test_ratio_one_with_coverage_may_take_fewer() -> None:
     world = World(400)
     request = fake_request("r", text(9, 40), 8, ReuseParams(anchor_ratio=1.0, coverage=0.5, spans=((0, 40),)))
