@@ -24,7 +24,8 @@ def capacities(draw: st.DrawFn, most: int, longest: int, keys: int) -> StaticCap
     requests = draw(st.integers(1, most))
     rows = draw(st.integers(1, longest))
     queries = draw(st.integers(rows, requests * rows))
-    return StaticCapacity(requests, queries, requests * draw(st.integers(1, keys)), rows)
+    each = draw(st.one_of(st.integers(1, 2), st.integers(1, keys)))
+    return StaticCapacity(requests, queries, requests * each, rows)
 
 
 def steps(capacity: StaticCapacity) -> st.SearchStrategy[Shapes]:
@@ -154,6 +155,24 @@ def test_no_step_has_more_lines_than_its_plan(data: st.DataObject, group: int, d
         most = bounds(capacity, group, block, last=block == blocks[-1])
         assert (len(lists.work), len(lists.merges), lists.num_parts) <= tuple(most)
         assert all(n <= m for n, m in zip((len(lists.work), len(lists.merges), lists.num_parts), most, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "shapes", "lines"),
+    [
+        (StaticCapacity(1, 2, 1, 2), [(1, 1)], 2),  # a tile and one of padding: the bound itself
+        (StaticCapacity(3, 33, 3, 11), [(1, 1)] * 3, 4),
+        (StaticCapacity(2, 97, 1026, 32), [(32, 513), (32, 513)], 6),  # two ranges each, 33 rows of padding
+    ],
+)
+def test_bounds_where_they_are_tight(capacity: StaticCapacity, shapes: Shapes, lines: int) -> None:
+    queries, keys = np.array(shapes).T
+    requests = Requests(np.cumsum(queries) - queries, queries, np.cumsum(keys) - keys, keys)
+    padding = capacity.queries - int(queries.sum())
+    lists = work_lists(requests.with_padding(padding, int(queries.sum()), 1, capacity.keys), 32)
+    most = bounds(capacity, 1, 32, last=True)
+    assert lines == len(lists.work) <= most.work
+    assert lists.num_parts <= most.parts
 
 
 def test_steps_that_do_not_fit_are_refused() -> None:
