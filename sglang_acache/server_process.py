@@ -123,6 +123,6 @@ def _wait_ready(server: ServerProcess) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the new process: be ended when the one that started it is, even if that was killed (Linux)."""
+    """In the new process: be ended when the thread that started it is, even if that was killed (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

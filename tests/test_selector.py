@@ -69,12 +69,12 @@ class TestSelectors:
         assert AnchorPolicy(ratio=0.2).select(10, np.ones(10)).tolist() == [0, 1]
         assert AnchorPolicy("bottom", 0.2).select(10, np.ones(10)).tolist() == [0, 1]
 
-    def test_random_depends_on_seed_and_span_only(self) -> None:
-        def pick(seed: int, span: int) -> list[int]:
-            return AnchorPolicy("random", 0.2, seed=seed).select(100, span=span).tolist()
+    def test_random_depends_on_seed_and_place_only(self) -> None:
+        def pick(seed: int, start: int) -> list[int]:
+            return AnchorPolicy("random", 0.2, seed=seed).select(100, start=start).tolist()
 
         assert pick(7, 0) == pick(7, 0)
-        assert len({tuple(pick(seed, span)) for seed in (7, 8) for span in (0, 1)}) == 4
+        assert len({tuple(pick(seed, start)) for seed in (7, 8) for start in (0, 1)}) == 4
         assert len(pick(7, 0)) == len(set(pick(7, 0))) == 20
 
     @pytest.mark.parametrize("name", list(SELECTORS))

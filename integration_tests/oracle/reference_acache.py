@@ -163,7 +163,7 @@ class ACacheForward:
     def _order(self, score: torch.Tensor, index: int) -> list[int]:
         """Offsets within the affix, most wanted first."""
         if self.selector == "random":
-            return list(np.random.default_rng((self.seed, index)).permutation(len(score)))
+            return list(np.random.default_rng((self.seed, self.affixes[index].start)).permutation(len(score)))
         sign = 1 if self.selector == "bottom" else -1
         return sorted(range(len(score)), key=lambda j: (sign * float(score[j]), j))
 

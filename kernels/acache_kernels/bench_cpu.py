@@ -209,7 +209,8 @@ def row_operation_rows(rows: int, width: int, dtype: torch.dtype, seconds: float
     """Against the shortest plain torch for the same."""
     x, residual, gate_up = (torch.randn(rows, n).to(dtype) for n in (width, width, 2 * width))
     weight, heads = torch.ones(width).to(dtype), x.view(rows, -1, 64)
-    positions, angles = torch.arange(rows), torch.randn(rows, 64)
+    positions, turn = torch.arange(rows), torch.arange(rows)[:, None] * torch.rand(32)
+    angles = torch.cat([turn.cos(), turn.sin()], dim=-1)
 
     def plain_norm() -> object:
         total = x + residual

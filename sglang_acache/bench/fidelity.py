@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -176,7 +177,10 @@ def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
 
 
 def recovery(full: Score, direct: Score, score: Score) -> Estimate:
-    """Part of what direct reuse loses in question accuracy that a policy wins back; 1 = all of it."""
+    """Part of what direct reuse loses in question accuracy that a policy wins back; 1 = all of it. NaN where direct
+    reuse loses nothing."""
+    if np.mean(full.parts) <= np.mean(direct.parts):
+        return Estimate(math.nan, math.nan, math.nan, len(full.parts))
     rows = np.stack([np.asarray(full.parts), np.asarray(direct.parts), np.asarray(score.parts)], axis=-1)
 
     def statistic(sample: np.ndarray, axis: int) -> np.ndarray:

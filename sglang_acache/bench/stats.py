@@ -22,6 +22,8 @@ class Estimate:
     n: int
 
     def text(self, digits: int = 2, scale: float = 1.0, unit: str = "") -> str:
+        if math.isnan(self.value):
+            return "-"
         low, high = sorted((self.low * scale, self.high * scale))
         return f"{self.value * scale:.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
 

@@ -15,6 +15,7 @@ import numpy as np
 from sglang_acache.core.request import DiffusionRequest
 from sglang_acache.core.selector import AnchorPolicy, anchor_count
 from sglang_acache.core.spans import SpanHandle
+from sglang_acache.core.spans.node import Node
 
 
 class Stage(Enum):
@@ -44,6 +45,12 @@ class AffixRead:
     def positions(self) -> np.ndarray:
         """int64 ``[L]``, canvas positions."""
         return self.local + self.handle.start
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Nodes of the span tree that it reads tokens of."""
+        first = int(self.local[0]) if len(self.local) else 0
+        return [one.node for one in self.handle.placements if one.depth + len(one) > first]
 
     @property
     def shared_slots(self) -> np.ndarray:
@@ -95,8 +102,9 @@ class Reuse:
 
     def begin(self, request: DiffusionRequest, slots: np.ndarray) -> None:
         """Lay the request's maps over ``slots``, int64 ``[private_needed]``."""
-        for read in self.reads:
-            read.handle.count_hit()
+        if request.forward_passes == 0:  # a request that was retracted has been counted
+            for node in {id(node): node for read in self.reads for node in read.nodes}.values():
+                node.hits += 1
         if self.policy.needs == "kv_deviation":
             request.use_private_slots(slots)
             return
@@ -111,8 +119,8 @@ class Reuse:
         no longer needed, int64 (empty but for ``kv_deviation``).
         """
         chosen = [
-            read.local[self.policy.select(len(read), score, span=index)]
-            for index, (read, score) in enumerate(zip(self.reads, scores, strict=True))
+            read.local[self.policy.select(len(read), score, start=read.start)]
+            for read, score in zip(self.reads, scores, strict=True)
         ]
         released = np.empty(0, dtype=np.int64)
         if self.policy.needs == "kv_deviation":

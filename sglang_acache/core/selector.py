@@ -95,12 +95,12 @@ class AnchorPolicy:
     """How a request chooses its anchors, for its whole life.
 
     The budget is per span: each span of length L gets its own K = min(ceil(ratio * L), L), never a share of
-    another span's. So what one span's anchors are does not depend on which other spans the request has.
+    another span's.
 
     coverage: take only as many of the K as are needed for their scores to sum to this part of the span's
     total.
     drop_non_anchors: an ablation for the runner: affix entries that are no anchors are left out of attention.
-    seed: of the request, used by ``random`` only, together with the number of the span within the request.
+    seed: of the request, used by ``random`` only, together with where the span starts.
     Raises ValueError naming the field, as requests spell it, when made with bad values.
     """
 
@@ -127,15 +127,15 @@ class AnchorPolicy:
         fixed = exact_ratio(self.ratio) == 0 or (exact_ratio(self.ratio) == 1 and self.coverage is None)
         return "none" if fixed else SELECTORS[self.selector].needs
 
-    def select(self, length: int, scores: npt.ArrayLike | None = None, span: int = 0) -> Positions:
+    def select(self, length: int, scores: npt.ArrayLike | None = None, start: int = 0) -> Positions:
         """int64[K], ascending positions within the span.
 
         scores: [length], importance by position, required when ``needs`` is not "none". NaN ranks last: a model
-        that computes it is broken, the server is not. span: number of the span within the request.
+        that computes it is broken, the server is not. start: canvas position of the span.
         """
         budget = anchor_count(length, self.ratio)
         values = self._values(length, scores)
-        order = SELECTORS[self.selector].rank(values, length, (self.seed, span))
+        order = SELECTORS[self.selector].rank(values, length, (self.seed, start))
         if self.coverage is not None and self.needs != "none":
             budget = min(budget, _covering(values[order], exact_ratio(self.coverage)))
         return np.sort(order[:budget]).astype(np.int64)

@@ -248,9 +248,13 @@ class Affixes:
                 self._begin(handle, work)
         self._background = [handle for handle in self._background if not self._settled(handle)]
         for request in reading:
-            scores = self._known_scores(request)
-            if scores is not None:
-                work.selected.append(self._select(request, scores))
+            reuse = request.reuse
+            if reuse is not None and reuse.stage is Stage.ENCODING and reuse.ready:
+                scores = self._known_scores(request, reuse)
+                if scores is None:
+                    reuse.stage = Stage.PROBING
+                else:
+                    work.selected.append(self._select(request, scores))
         self._add_probes(_within(budget - work.tokens, reading, at_least_one=not work.entries), work)
         return work
 
@@ -291,19 +295,12 @@ class Affixes:
             self.tree.release(handle)
         return handle.ready
 
-    def _known_scores(self, request: LiveRequest) -> Sequence[np.ndarray | None] | None:
-        """Of a request whose spans have just become ready: what decides its anchors without a probe. None where
-        nothing does; then a probe is due."""
-        reuse = request.reuse
-        if reuse is None or reuse.stage is not Stage.ENCODING or not reuse.ready:
-            return None
+    def _known_scores(self, request: LiveRequest, reuse: Reuse) -> Sequence[np.ndarray | None] | None:
+        """What decides the anchors without a probe, for each read; None where a probe has to."""
         if reuse.policy.needs == "none":
             return [None] * len(reuse.reads)
         scores = [self._score_of(request, read) for read in reuse.reads]
-        if any(score is None for score in scores):
-            reuse.stage = Stage.PROBING
-            return None
-        return scores
+        return None if any(score is None for score in scores) else scores
 
     def _score_of(self, request: LiveRequest, read: AffixRead) -> np.ndarray | None:
         """Importance that the request's own probe has found, or another's, if the request wants such."""

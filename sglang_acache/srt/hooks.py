@@ -145,6 +145,12 @@ PINS: tuple[Pin, ...] = (
     Pin(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool.write", ("self", "indices", "values"), "the read-slot map"),
     Pin(f"{_SRT}.mem_cache.allocator.token.TokenToKVPoolAllocator.alloc", ("self", "need_size"), "slots"),
     Pin(f"{_SRT}.model_executor.model_runner.ModelRunner.forward", None, "the forward of a step"),
+    Pin(
+        f"{_SRT}.layers.layernorm.RMSNorm.forward_native",
+        ("self", "x", "residual", "post_residual_addition", "quant_linear"),
+        "our norm on a CPU",
+    ),
+    Pin(f"{_SRT}.layers.activation.SiluAndMul.forward_native", ("self", "x"), "our activation on a CPU"),
     # called on CUDA only
     Pin(
         f"{_RUNNER}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-MMAP_THRESHOLD = 1 << 30
+MMAP_THRESHOLDS = (1 << 30, 1 << 25)  # the second is the most that older glibc takes
 TRIM_THRESHOLD = (1 << 31) - 1
+
+logger = logging.getLogger(__name__)
 
 
 def keep_large_blocks() -> bool:
-    """Let glibc serve large blocks from its heap and keep them when freed; False where the C library has no such knob.
+    """Let glibc serve large blocks from its heap and keep up to 2 GB of it when they are freed.
 
     By default every activation over 32 MB is mapped from the kernel and given back, again in every layer: the page
-    faults then cost more than the arithmetic of a norm or an activation function.
+    faults then cost more than the arithmetic of a norm or an activation function. False where the C library does not
+    do it; everything works, only slower.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD))
+    mapped = any(mallopt(_M_MMAP_THRESHOLD, size) for size in MMAP_THRESHOLDS)
+    kept = bool(mapped and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD))
+    if not kept:
+        logger.info("this C library does not keep large blocks: big steps on the CPU fault their memory in every layer")
+    return kept

@@ -75,6 +75,7 @@ def test_recovery_is_the_part_of_the_loss_won_back() -> None:
     full, direct = Score([], [1.0] * 8, []), Score([], [0.2] * 8, [])
     assert recovery(full, direct, Score([], [0.8] * 8, [])).value == pytest.approx(0.75)
     assert recovery(full, direct, direct).value == 0
+    assert recovery(full, full, direct).text() == "-", "nothing was lost"
 
 
 def test_policies_say_what_they_ask_for() -> None:

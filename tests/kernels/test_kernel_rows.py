@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -102,11 +102,70 @@ def test_store_writes_its_slots_alone(rows: int, heads: int, dim: int, dtype: to
         assert pool[untouched].isnan().all()
 
 
-@pytest.mark.parametrize("rows_count", [1, 300])
+@pytest.mark.parametrize("rows_count", [1, 7])
 def test_a_row_is_the_same_in_any_batch(rows_count: int) -> None:
-    """With one thread or several, alone or among others."""
+    """Among others on two threads, or with few on one."""
     x, weight = draw(300, 256, dtype=torch.float32, seed=1), draw(256, dtype=torch.float32, seed=2)
-    whole, _ = rows.add_rms_norm(x, x, weight, 1e-6)
-    part, _ = rows.add_rms_norm(x[:rows_count], x[:rows_count], weight, 1e-6)
-    assert torch.equal(whole[:rows_count], part)
-    assert torch.equal(rows.silu_mul(x)[:rows_count], rows.silu_mul(x[:rows_count]))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        whole, _ = rows.add_rms_norm(x, x, weight, 1e-6)
+        products = rows.silu_mul(x)
+        torch.set_num_threads(1)
+        part, _ = rows.add_rms_norm(x[:rows_count], x[:rows_count], weight, 1e-6)
+        assert torch.equal(whole[:rows_count], part)
+        assert torch.equal(products[:rows_count], rows.silu_mul(x[:rows_count]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 40, 1500])
+def test_strided_inputs(count: int) -> None:
+    """Columns of a wider tensor, transposed ones, repeated ones: what they hold counts, not how they lie."""
+    wide = draw(count, 512, dtype=torch.float32, seed=3)
+    x, residual, weight = wide[:, ::2], draw(256, count, dtype=torch.float32, seed=4).T, torch.ones(1).expand(256)
+    normed, total = rows.add_rms_norm(x, residual, weight, 1e-6)
+    plain = rows.add_rms_norm(x.contiguous(), residual.contiguous(), weight.contiguous(), 1e-6)
+    torch.testing.assert_close(normed, plain[0])
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(rows.silu_mul(x), rows.silu_mul(x.contiguous()))
+    heads = draw(count, 64, 4, dtype=torch.float32, seed=5).transpose(1, 2)
+    same, positions, angles = heads.contiguous(), torch.arange(count).flip(0), torch.randn(count, 64)
+    rows.rotate(heads, positions, angles)
+    rows.rotate(same, positions, angles)
+    torch.testing.assert_close(heads, same)
+    pool = torch.zeros(2 * count, 64, 4)
+    store_kv(pool, pool.clone(), torch.arange(2 * count)[::2], heads.transpose(1, 2), heads.transpose(1, 2))
+    assert torch.equal(pool[::2], heads.transpose(1, 2))
+    assert not pool[1::2].any()
+
+
+@pytest.mark.parametrize("number", [-1, 10, 1 << 40])
+def test_numbers_outside_are_refused(number: int, implementation: str) -> None:
+    """The C++ ones look before they write."""
+    pool, x = torch.zeros(10, 2, 4), torch.ones(3, 2, 4)
+    numbers = torch.tensor([0, number, 1])
+    with pytest.raises((IndexError, RuntimeError)):
+        store_kv(pool, pool, numbers, x, x)
+    with pytest.raises((IndexError, RuntimeError)):
+        rows.rotate(x, torch.tensor([0, 10, 1]), torch.zeros(10, 4))
+    assert implementation == "plain" or (not pool.any() and bool((x == 1).all()))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rows.add_rms_norm(torch.ones(2, 3, 4), None, torch.ones(4), 1e-6),
+        lambda: rows.add_rms_norm(torch.ones(2, 4), torch.ones(3, 4), torch.ones(4), 1e-6),
+        lambda: rows.add_rms_norm(torch.ones(2, 4), None, torch.ones(5), 1e-6),
+        lambda: rows.silu_mul(torch.ones(2, 5)),
+        lambda: rows.rotate(torch.ones(2, 1, 4), torch.zeros(2, dtype=torch.int32), torch.ones(9, 4)),
+        lambda: rows.rotate(torch.ones(2, 1, 4), torch.zeros(3, dtype=torch.int64), torch.ones(9, 4)),
+        lambda: rows.rotate(torch.ones(2, 1, 4), torch.zeros(2, dtype=torch.int64), torch.ones(9, 6)),
+        lambda: store_kv(*[torch.ones(9, 1, 4)] * 2, torch.zeros(2, dtype=torch.int32), *[torch.ones(2, 1, 4)] * 2),
+        lambda: store_kv(*[torch.ones(9, 1, 4)] * 2, torch.zeros(2, dtype=torch.int64), *[torch.ones(3, 1, 4)] * 2),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"must be|do not fit|cannot take"):
+        call()

@@ -177,6 +177,16 @@ class TestDiscoveredBehindDeclared:
         assert affix_tokens(request) == 160
 
 
+def test_a_hit_is_counted_once_and_where_tokens_are_read() -> None:
+    world = World(600)
+    head, tail = text(21, 30), text(22, 60)
+    world.tree.declare(NAMESPACE, head, "head")
+    world.tree.insert(NAMESPACE, head + tail)
+    serve_all(world, [reader("both", head + tail, 64, named=False)])
+    serve_all(world, [reader("tail alone: the head does not pay", head + tail + text(23, 10), 8, named=False)])
+    assert {info.source: info.hits for info in world.tree.spans(NAMESPACE)} == {"declared": 1, "discovered": 2}
+
+
 def test_a_hit_is_a_request_that_reads() -> None:
     world = World(400)
     world.tree.declare(NAMESPACE, text(18, 60), "one")

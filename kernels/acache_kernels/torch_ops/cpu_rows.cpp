@@ -100,6 +100,12 @@ void silu_rows(const void* gate_up, int64_t rows, int64_t width, void* out, int 
              [=](int64_t r) { silu_mul((const T*)gate_up + r * 2 * width, width, (T*)out + r * width); });
 }
 
+bool any_outside(const int64_t* numbers, int64_t count, int64_t limit) {
+    bool outside = false;
+    for (int64_t i = 0; i < count; i++) outside |= numbers[i] < 0 || numbers[i] >= limit;
+    return outside;
+}
+
 template <class T>
 void rotate_rows(void* x, int64_t stride, const int64_t* positions, const float* table, int64_t rows, int64_t heads,
                  int64_t half, int threads) {
@@ -123,16 +129,22 @@ void acache_silu_mul(const void* gate_up, int64_t rows, int64_t width, void* out
     run(gate_up, rows, width, out, threads);
 }
 
-void acache_rotate(void* x, int64_t stride, const int64_t* positions, const float* table, int64_t rows,
-                   int64_t heads, int64_t half, int bfloat16, int threads) {
+// Returns 1, with nothing done, where a position is outside the table.
+int acache_rotate(void* x, int64_t stride, const int64_t* positions, const float* table, int64_t table_rows,
+                  int64_t rows, int64_t heads, int64_t half, int bfloat16, int threads) {
+    if (any_outside(positions, rows, table_rows)) return 1;
     auto run = bfloat16 ? rotate_rows<uint16_t> : rotate_rows<float>;
     run(x, stride, positions, table, rows, heads, half, threads);
+    return 0;
 }
 
 // The bytes of rows [rows][bytes] (stride apart) to the slots of a pool whose rows are pool_stride bytes apart.
-void acache_store(const char* from, int64_t stride, char* pool, int64_t pool_stride, const int64_t* slots,
-                  int64_t rows, int64_t bytes, int threads) {
+// Returns 1, with nothing done, where a slot is outside the pool.
+int acache_store(const char* from, int64_t stride, char* pool, int64_t pool_stride, int64_t pool_rows,
+                 const int64_t* slots, int64_t rows, int64_t bytes, int threads) {
+    if (any_outside(slots, rows, pool_rows)) return 1;
     each_row(rows, bytes / 4, threads,
              [=](int64_t r) { std::memcpy(pool + slots[r] * pool_stride, from + r * stride, bytes); });
+    return 0;
 }
 }

@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeRows:
-    """Calls `cpu_rows.cpp`. Tensors are as rows.py wants them, and contiguous in their last dimension."""
+    """Calls `cpu_rows.cpp`. Shapes and dtypes are the callers' to check: rows.py and store.py do."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -19,20 +19,20 @@ class NativeRows:
         self._rotate, self._store = library.acache_rotate, library.acache_store
         self._norm.argtypes = [*[pointer] * 3, ctypes.c_float, long, long, pointer, pointer, integer, integer]
         self._silu.argtypes = [pointer, long, long, pointer, integer, integer]
-        self._rotate.argtypes = [pointer, long, pointer, pointer, long, long, long, integer, integer]
-        self._store.argtypes = [pointer, long, pointer, long, pointer, long, long, integer]
-        for function in (self._norm, self._silu, self._rotate, self._store):
+        self._rotate.argtypes = [pointer, long, pointer, pointer, *[long] * 4, integer, integer]
+        self._store.argtypes = [pointer, long, pointer, long, long, pointer, long, long, integer]
+        for function in (self._norm, self._silu):
             function.restype = None
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
+        residual = None if residual is None else residual.contiguous()
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        given = None if residual is None else residual.contiguous().data_ptr()
         self._norm(
-            x.data_ptr(), given, weight.data_ptr(), eps, len(x), x.shape[1],
+            x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), eps, *x.shape,
             None if residual is None else total.data_ptr(), out.data_ptr(), *_how(x),
         )  # fmt: skip
         return out, total
@@ -40,21 +40,28 @@ class NativeRows:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._silu(gate_up.data_ptr(), len(out), out.shape[1], out.data_ptr(), *_how(out))
+        self._silu(gate_up.data_ptr(), *out.shape, out.data_ptr(), *_how(out))
         return out
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor, angles: torch.Tensor) -> None:
         rows, heads, dim = x.shape
-        self._rotate(
-            x.data_ptr(), x.stride(0), positions.data_ptr(), angles.data_ptr(), rows, heads, dim // 2, *_how(x)
-        )
+        outside = self._rotate(
+            x.data_ptr(), x.stride(0), positions.data_ptr(), angles.data_ptr(), len(angles), rows, heads, dim // 2,
+            *_how(x),
+        )  # fmt: skip
+        if outside:
+            raise IndexError(f"a position is outside the table of {len(angles)}")
 
     def store(self, pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        if not len(rows):
+            return
         size = rows.element_size()
-        self._store(
-            rows.data_ptr(), rows.stride(0) * size, pool.data_ptr(), pool.stride(0) * size, slots.data_ptr(),
-            len(rows), rows[0].numel() * size if len(rows) else 0, torch.get_num_threads(),
+        outside = self._store(
+            rows.data_ptr(), rows.stride(0) * size, pool.data_ptr(), pool.stride(0) * size, len(pool),
+            slots.data_ptr(), len(rows), rows[0].numel() * size, torch.get_num_threads(),
         )  # fmt: skip
+        if outside:
+            raise IndexError(f"a slot is outside the pool of {len(pool)}")
 
 
 def _how(x: torch.Tensor) -> tuple[int, int]:

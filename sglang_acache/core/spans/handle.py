@@ -55,12 +55,6 @@ class SpanHandle:
         """Slots that are held for the sake of readers."""
         return sum(len(p) for p in self.placements if not p.pinned)
 
-    def count_hit(self) -> None:
-        """A request reads the span. Not every lock is a hit: encodings ahead of readers lock too, and admissions that
-        are then refused."""
-        for placement in self.placements:
-            placement.node.hits += 1
-
     def read_slots(self) -> SlotArray:
         """int64[L]: the span's part of the read-slot map, i.e. shared slots but private ones for the anchors."""
         slots = self.shared_slots.copy()

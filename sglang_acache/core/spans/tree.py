@@ -137,15 +137,19 @@ class SpanTree:
     def parts(self, match: SpanMatch) -> list[SpanPart]:
         """The declared beginning of a match, and apart from it what was discovered behind.
 
-        Each is read on its own account, so that the declared tokens get the anchors that they would get if nothing
-        had been discovered.
+        Each is read on its own account, so that the declared tokens get as many anchors as they would get if nothing
+        had been discovered. Neither is shorter than ``min_tokens``: a shorter tail is left out, and a path whose
+        declared beginning alone would not be served is a discovered one.
         """
         space = self.spaces.get(match.namespace)
         if space is None or not 0 < match.declared < match.length:
             return [SpanPart(match)]
-        head = matching.describe(space, match.tokens[: match.declared], match.start)
-        tail = replace(match, source="discovered", name=matching.auto_name(match.tokens))
-        return [SpanPart(head), SpanPart(tail, match.declared)]
+        found = replace(match, source="discovered", name=matching.auto_name(match.tokens))
+        if match.declared < self.min_tokens:
+            return [SpanPart(found)]
+        head = SpanPart(matching.describe(space, match.tokens[: match.declared], match.start))
+        tail = SpanPart(found, match.declared)
+        return [head, tail] if tail.length >= self.min_tokens else [head]
 
     def request_span(self, namespace: str, tokens: Tokens, start: int) -> SpanMatch:
         """A span that a request names by its offsets, of any length.
