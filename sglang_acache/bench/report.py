@@ -139,8 +139,12 @@ def cell_text(cell: Any) -> str:
 
 
 def draw(plot: Plot, path: Path) -> None:
-    import matplotlib
-
+    """Nothing is drawn, with a word why, where matplotlib is not installed: the figures are in the other files."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no {path.name}: plots need matplotlib (pip install '.[bench]')", file=sys.stderr)
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

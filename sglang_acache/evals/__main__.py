@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         print(tiny_data.write(options.out, options.count, options.seed))
         return 0
     if importlib.util.find_spec("lm_eval") is None:
-        print("lm_eval is not installed: pip install 'sglang-acache[eval]'", file=sys.stderr)
+        print("lm_eval is not installed: pip install '.[eval]' in a clone of sglang-acache", file=sys.stderr)
         return 2
     return sweep.run(options)
 
