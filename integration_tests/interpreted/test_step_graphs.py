@@ -160,13 +160,25 @@ def test_the_worker_installs_what_the_flags_ask_for(world: World, monkeypatch: p
     flags = SimpleNamespace(**{**flag_values(bag), "diffusion_graph_requests": [1, 2, 16]})
     monkeypatch.setattr(worker, "get_context", lambda: SimpleNamespace(config_bag=lambda _: flags))
     monkeypatch.setattr(cuda_capture, "CudaCapture", lambda _: lambda body: body)
-    monkeypatch.setattr(world.sglang.runner, "decode_cuda_graph_runner", None)
+    for name in ("decode_cuda_graph_runner", "init_decode_cuda_graph"):
+        monkeypatch.setattr(world.sglang.runner, name, None)
     worker._install_graphs(world.sglang.runner)
     installed = world.sglang.runner.decode_cuda_graph_runner
     capacities = [batch.attention.capacity for batch in installed._batches]
-    assert [one.requests for one in capacities] == [1, 1, 2, 2, 8, 8]  # of --max-running-requests 8
+    assert [one.requests for one in capacities] == [1, 2, 8]  # of --max-running-requests 8
     assert {one.longest for one in capacities} == {32}
     assert capacities[-1].keys == 8 * SPEC.max_positions
+
+
+def test_sglangs_recapture_leaves_steps_on_graphs(world: World, replaying: list[int]) -> None:
+    """``recapture_cuda_graph`` of a weight update; SGLang's own decode graphs are switched off."""
+    query = world.block(0, 4, BLOCK, [0, 2])
+    before = world.sglang.forward([query])
+    world.sglang.runner.recapture_decode_cuda_graph()
+    assert world.sglang.runner.decode_cuda_graph_runner not in (None, world.graphs)
+    assert torch.equal(world.sglang.forward([query]), before)
+    assert replaying == [BLOCK, BLOCK]
+    world.graphs = world.sglang.runner.decode_cuda_graph_runner
 
 
 def test_what_does_not_fit_runs_eagerly(world: World, replaying: list[int]) -> None:

@@ -80,6 +80,15 @@ class AttentionKernel(ABC):
         """
         raise ValueError(f"attention kernel '{self.name}' has no plans of a fixed size")
 
+    def static_bytes(
+        self, capacity: StaticCapacity, *, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of the intermediate results of such a plan, where they grow with its capacity; 0 where they do not.
+
+        Plans that are made together share them: what counts is the largest.
+        """
+        return 0
+
 
 _REGISTRY: Registry[type[AttentionKernel]] = Registry(
     "attention kernel",

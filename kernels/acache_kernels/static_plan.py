@@ -39,8 +39,8 @@ class StaticCapacity:
     def fits(self, layout: RaggedLayout) -> bool:
         return (
             layout.batch_size <= self.requests
-            and layout.num_queries <= self.queries
             and len(layout.kv_indices) <= self.keys
+            and layout.num_queries <= self.queries
             and int(layout.qo_lens.max(initial=0)) <= self.longest
         )
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sglang_acache.bench import recompute
-from sglang_acache.bench.in_process import InProcessScheduler, in_fresh_process
+from sglang_acache.bench.in_process import InProcessScheduler, Step, in_fresh_process
 from sglang_acache.bench.options import dtype_flags, integers, ordinary_words
 from sglang_acache.bench.random_model import CheckpointSpec, write_checkpoint
 from sglang_acache.bench.report import Report, Table
@@ -125,9 +125,12 @@ def _in_block(model: str, options: argparse.Namespace) -> int:
 
 def measure(plan: Plan) -> dict[int, Samples]:
     """In a process of its own. Within a round graph and eager take turns; the first round warms up."""
+    import torch
+
     scheduler = InProcessScheduler(plan.model, plan.flags)
     runner, words = scheduler.runner.inner, ordinary_words(plan.model)
-    graphs = runner.decode_cuda_graph_runner
+    graphs, replayed = runner.decode_cuda_graph_runner, note_replays(scheduler.runner)
+    has_graphs = torch.cuda.is_available()
     samples = {batch: Samples() for batch in plan.batches}
     for turn in range(-1, plan.rounds):
         for batch, sample in samples.items():
@@ -135,18 +138,41 @@ def measure(plan: Plan) -> dict[int, Samples]:
             prompts = shared_prompts(rng, shape.check(), batch, words)
             for name in ("graph", "eager") if turn % 2 else ("eager", "graph"):
                 runner.decode_cuda_graph_runner = graphs if name == "graph" else None
-                seconds, forward = _inner_step(scheduler, prompts)
+                replayed.clear()
+                steps = _run(scheduler, prompts)
+                seconds, forward = inner_step(steps, replayed, graph=has_graphs and name == "graph")
                 if turn >= 0:
                     getattr(sample, name).append(seconds)
                     getattr(sample, f"{name}_forward").append(forward)
     return samples
 
 
-def _inner_step(scheduler: InProcessScheduler, prompts: list[Any]) -> tuple[float, float]:
+def note_replays(runner: Any) -> list[bool]:
+    """A list to which each later forward of the runner adds whether it replayed a graph."""
+    replayed: list[bool] = []
+    forward = runner.forward
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        replayed.append(output.can_run_graph)
+        return output
+
+    runner.forward = noting
+    return replayed
+
+
+def _run(scheduler: InProcessScheduler, prompts: list[Any]) -> list[Step]:
     for prompt in prompts:
         scheduler.submit(prompt)
-    steps = scheduler.run()
+    return scheduler.run()
+
+
+def inner_step(steps: list[Step], replayed: list[bool], *, graph: bool) -> tuple[float, float]:
+    """Median seconds of a step inside a block, and of its forward; RuntimeError where one ran the other way."""
     fewest = min(step.rows for step in steps)
+    ways = {way for step, way in zip(steps, replayed, strict=True) if step.rows == fewest}
+    if ways != {graph}:
+        raise RuntimeError("a step inside a block " + ("replayed no graph" if graph else "replayed a graph"))
     inner = [step for step in steps if step.rows == fewest]
     return float(np.median([s.seconds for s in inner])), float(np.median([s.forward_seconds for s in inner]))
 

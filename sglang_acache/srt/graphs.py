@@ -1,7 +1,9 @@
 """Steps inside blocks, replayed as CUDA graphs: the same small forward again and again, without its launch overhead.
 
-**Not run on hardware so far.** What is tested on a CPU is everything but the recording itself (``cuda_capture.py``):
-a captured body that is run again over the static buffers gives the bits of the eager step, whatever is left in them.
+**Not run on hardware so far.** What is tested on a CPU is everything but the recording itself (``cuda_capture.py``),
+by running the captured body again over the static buffers, whatever is left in them. It gives the bits of an eager
+step that is padded in the same way, and the numbers of the eager step as it is to 1e-5 of the largest (float32): with
+other rows beside them, matrix products may add up in another order.
 
 A bucket is a size that is captured once: so many requests, rows and keys. A step is copied into the static buffers of
 the smallest bucket that holds it and padded::
@@ -28,6 +30,8 @@ from acache_kernels.layout import RaggedLayout
 from acache_kernels.static_plan import StaticCapacity, StaticPlan
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+from sglang.srt.runtime_context import get_exec
 
 from sglang_acache.srt.step import STATE_KEY, StepTensors, step_of
 
@@ -35,8 +39,18 @@ Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 """Runs a body that reads and writes only tensors that stay where they are, and returns what does it again."""
 
-KEY_SHARES = (4, 1)
-"""A bucket holds this part (1 / share) of the longest canvas a request: idle programs are what unused keys cost."""
+FIRST_KEYS, KEY_STEP = 1024, 4
+"""Keys a request has in a bucket: so many, and so many times as many in each further one. Unused ones cost idle
+programs, further buckets cost captures."""
+
+READS_PER_SLOT = 4
+"""A step reads at most so many times the slots of the pool, or runs eagerly. A slot that several requests share is
+read by each: fewer than 4 times as many reads as slots, where all share the same three quarters of their canvases."""
+
+PART_BYTES = 256 << 20
+"""Most memory of a bucket's partial attention results; all buckets share it, and larger ones are left out. The K/V pool
+is sized before, so this comes out of what SGLang leaves for activations, a few GB: at Dream's sizes 56 requests with
+the whole context would take 7.6 GB."""
 
 MOST_ROWS = 2048
 """No larger buckets: such a step keeps the device busy while the host launches, and its partial results are large."""
@@ -49,15 +63,26 @@ def graph_sizes(asked: Sequence[int], rows: int, most_requests: int) -> list[int
     return sorted({min(count, most_requests) for count in asked if min(count, most_requests) * rows <= MOST_ROWS})
 
 
-def buckets(requests: Sequence[int], rows: int, canvas: int) -> list[StaticCapacity]:
-    """Capacities in the order in which a step tries them: ``rows`` queries and up to ``canvas`` keys a request.
+def key_sizes(longest: int) -> list[int]:
+    """Keys a request, ascending: from ``FIRST_KEYS`` up to the longest canvas."""
+    sizes, size = [], FIRST_KEYS
+    while size < longest:
+        sizes.append(size)
+        size *= KEY_STEP
+    return [*sizes, longest]
 
-    ``requests`` ascend.
+
+def buckets(requests: Sequence[int], rows: int, canvas: int, slots: int) -> list[StaticCapacity]:
+    """Capacities in the order in which a step tries them: ``rows`` queries a request, keys as above.
+
+    ``requests`` ascend; ``canvas``: the longest that the model takes; ``slots`` of the K/V pool, which holds a whole
+    canvas of any request that is admitted.
     """
+    sizes = key_sizes(min(canvas, slots))
     return [
-        StaticCapacity(count, count * rows, count * max(1, canvas // share), rows)
+        StaticCapacity(count, count * rows, keys, rows)
         for count in requests
-        for share in KEY_SHARES
+        for keys in sorted({min(count * size, READS_PER_SLOT * slots) for size in sizes})
     ]
 
 
@@ -111,6 +136,7 @@ class StepGraphs:
         most = max(plan.capacity.queries for plan in plans)
         weight = model.model.norm.weight
         hidden = (2, most, model.config.hidden_size)
+        self._chosen: tuple[StepTensors, int] | None = None
         self._rows = torch.zeros((3, most), dtype=torch.int64, device=weight.device)
         self._hidden = torch.zeros(hidden, dtype=weight.dtype, device=weight.device)  # output, and residual
         self._batches = [StaticBatch(self._rows[:, : plan.capacity.queries], plan) for plan in plans]
@@ -118,14 +144,19 @@ class StepGraphs:
 
     def can_run_graph(self, forward_batch: Any) -> bool:
         states = forward_batch.model_specific_states
-        return bool(states) and STATE_KEY in states and self._bucket(step_of(forward_batch)) is not None
+        if not states or STATE_KEY not in states:
+            return False
+        step = step_of(forward_batch)
+        bucket = self._bucket(step)
+        self._chosen = None if bucket is None else (step, bucket)
+        return bucket is not None
 
     @torch.no_grad()
     def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> LogitsProcessorOutput:
-        """One step that ``can_run_graph`` allowed; the result is that of ``DiffusionLM.forward``."""
-        step = step_of(forward_batch)
-        bucket = self._bucket(step)
-        assert bucket is not None
+        """The step that ``can_run_graph`` allowed last; the result is that of ``DiffusionLM.forward``."""
+        assert self._chosen is not None
+        (step, bucket), self._chosen = self._chosen, None
+        assert step is step_of(forward_batch)
         self._batches[bucket].load(step)
         self._replays[bucket]()
         hidden_states, residual = self._hidden.unbind()
@@ -165,20 +196,31 @@ def install_graphs(runner: Any, requests: Sequence[int], rows: int, capture: Cap
     """Give SGLang's ``ModelRunner`` graphs of steps of these numbers of requests; None where it gets none.
 
     ``requests`` ascend. ``rows``: most queries of a request inside a block. A kernel without static plans gets none.
+    Where SGLang would capture its decode graphs again (a weight update may ask for that), ours are.
     """
-    backend = runner.attn_backend
-    if not requests or not backend.kernel.has_static_plans:
+    kernel = runner.attn_backend.kernel
+    if not requests or not kernel.has_static_plans:
         return None
     layer = runner.model.model.layers[0].self_attn.attn
-    plans = backend.kernel.static_plans(
-        buckets(requests, rows, runner.model_config.context_len),
-        num_q_heads=layer.tp_q_head_num,
-        num_kv_heads=layer.tp_k_head_num,
-        head_dim=layer.qk_head_dim,
-        dtype=runner.dtype,
-        device=runner.device,
-    )
-    logger.info("Capturing %d CUDA graphs of steps inside blocks, of up to %d requests", len(plans), requests[-1])
-    graphs = StepGraphs(runner.model, plans, capture, backend.init_forward_metadata)
-    runner.decode_cuda_graph_runner = graphs
-    return graphs
+    heads = {
+        "num_q_heads": layer.tp_q_head_num,
+        "num_kv_heads": layer.tp_k_head_num,
+        "head_dim": layer.qk_head_dim,
+        "dtype": runner.dtype,
+    }
+    sizes = buckets(requests, rows, runner.model_config.context_len, runner.max_total_num_tokens)
+    affordable = [one for one in sizes if kernel.static_bytes(one, **heads) <= PART_BYTES]
+    if not affordable:
+        return None
+    plans = kernel.static_plans(affordable, **heads, device=runner.device)
+
+    def record() -> StepGraphs:
+        logger.info("Capturing %d CUDA graphs of steps inside blocks, of up to %d requests", len(plans), requests[-1])
+        runner.decode_cuda_graph_runner = None  # those of the last recording leave their memory to this one
+        with freeze_gc(get_exec().graph.enable_cudagraph_gc):
+            graphs = StepGraphs(runner.model, plans, capture, runner.attn_backend.init_forward_metadata)
+        runner.decode_cuda_graph_runner = graphs
+        return graphs
+
+    runner.init_decode_cuda_graph = record
+    return record()

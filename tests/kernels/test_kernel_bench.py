@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,3 +30,27 @@ def test_block_starts_and_steps_read_the_same_keys() -> None:
     maps = data.layout.kv_indices.view(sizes.batch, 32)
     assert torch.equal(maps[0, :24], maps[1, :24])
     assert not set(maps[0, 24:].tolist()) & set(maps[1, 24:].tolist())
+
+
+@pytest.mark.parametrize(("launch_cycles", "tries"), [(1 << 20, 1), (1 << 23, 4), (1 << 40, 6)])
+def test_a_time_is_of_launches_that_all_were_queued(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launch_cycles: int, tries: int
+) -> None:
+    """Over a stand-in for CUDA; a side that cannot be queued gives a time all the same, and says so."""
+    slept: list[int] = []
+    event = SimpleNamespace(
+        record=lambda: None,
+        synchronize=lambda: None,
+        query=lambda: slept[-1] <= launch_cycles,  # has the device begun before the host was done?
+        elapsed_time=lambda _: 3.0,
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=4))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(8))
+    runs: list[None] = []
+    assert bench_gpu.cuda_clock()(lambda: runs.append(None)) == 3e-3
+    assert len(runs) == tries
+    assert slept == [bench_gpu.FEWEST_CYCLES << i for i in range(tries)]
+    assert bool(capsys.readouterr().err) == (slept[-1] <= launch_cycles)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from acache_kernels import RaggedLayout, get_attention_kernel
+from acache_kernels.flashinfer_ops.attention import Planner
 from acache_kernels.static_plan import StaticCapacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,6 +153,26 @@ def test_one_plan_serves_every_layer_and_one_wrapper_every_step() -> None:
             assert lse is None
             assert out.shape == case.q.shape
     assert (FakeWrapper.made, FakeWrapper.plans) == (1, 2)
+
+
+def test_a_plan_waits_until_the_last_one_has_left_its_page_locked_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    event = SimpleNamespace(record=lambda: calls.append("record"), synchronize=lambda: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    pointers = torch.tensor([0, 1], dtype=torch.int32)
+    planner = Planner(SimpleNamespace(plan=lambda *_, **__: calls.append("plan")))
+    for _ in range(3):
+        planner.plan((pointers, pointers, SimpleNamespace(is_cuda=True)), (1, 1, 32), torch.bfloat16)
+    assert calls == ["plan", "record", *["wait", "plan", "record"] * 2]
+
+
+def test_static_plans_of_one_wrapper_wait_for_each_other() -> None:
+    kernel = get_attention_kernel("flashinfer")
+    capacity = StaticCapacity(requests=2, queries=8, keys=100, longest=4)
+    heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, "device": "cpu"}
+    capacities = [replace(capacity, keys=10), capacity, replace(capacity, queries=9)]
+    small, large, other = kernel.static_plans(capacities, **heads)
+    assert small._planner is large._planner is not other._planner
 
 
 @settings(max_examples=25)

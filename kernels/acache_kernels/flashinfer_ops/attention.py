@@ -38,7 +38,7 @@ class FlashInferAttention(AttentionKernel):
 
     def __init__(self, backend: str = "auto") -> None:
         self._backend = backend
-        self._wrapper: Any = None
+        self._planner: Planner | None = None
 
     def plan(
         self,
@@ -56,9 +56,10 @@ class FlashInferAttention(AttentionKernel):
         if layout.num_queries == 0:
             return FlashInferPlan(0, heads, None)
         qo_indptr, kv_indptr, kv_indices = asking_requests(layout)
-        wrapper = self._make_wrapper(torch.device(device))
-        plan_wrapper(wrapper, (qo_indptr, kv_indptr, kv_indices), heads, dtype)
-        return FlashInferPlan(layout.num_queries, heads, wrapper)
+        if self._planner is None:
+            self._planner = Planner(make_wrapper(workspace(device), self._backend))
+        self._planner.plan((qo_indptr, kv_indptr, kv_indices), heads, dtype)
+        return FlashInferPlan(layout.num_queries, heads, self._planner.wrapper)
 
     def static_plans(
         self,
@@ -98,11 +99,6 @@ class FlashInferAttention(AttentionKernel):
         out, lse = plan.wrapper.run(q, pages, return_lse=True)
         return out, lse * math.log(2)  # FlashInfer's log-sum-exp is base 2
 
-    def _make_wrapper(self, device: torch.device) -> Any:
-        if self._wrapper is None:
-            self._wrapper = make_wrapper(workspace(device), self._backend)
-        return self._wrapper
-
 
 def check_served(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """Raises ValueError for heads or a dtype that this kernel does not serve."""
@@ -122,29 +118,47 @@ def make_wrapper(workspace: torch.Tensor, backend: str, **graph: Any) -> Any:
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend, **graph)
 
 
-def plan_wrapper(
-    wrapper: Any,
-    step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> None:
-    """`step`: qo_indptr and kv_indptr int32 on the host, kv_indices int32 on the device."""
-    qo_indptr, kv_indptr, kv_indices = step
-    num_q_heads, num_kv_heads, head_dim = heads
-    wrapper.plan(
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        torch.ones(len(qo_indptr) - 1, dtype=torch.int32),  # a page of one slot is always full
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        1,  # page_size
-        causal=False,
-        sm_scale=head_dim**-0.5,
-        q_data_type=dtype,
-        kv_data_type=dtype,
-    )
+class Planner:
+    """Plans one wrapper again and again.
+
+    FlashInfer writes each plan to the one page-locked buffer of its wrapper and queues a copy of it to the device; it
+    does not wait for that copy when it writes the next plan. Nor does a step without logits or probes wait for the
+    device, so the copy may still be queued behind earlier steps. Hence the wait here: for the last plan's copy, which
+    comes before the work that it plans.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self._copied: torch.cuda.Event | None = None  # on the stream that the plan was copied on
+
+    def plan(
+        self,
+        step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """`step`: qo_indptr and kv_indptr int32 on the host, kv_indices int32 on the device."""
+        qo_indptr, kv_indptr, kv_indices = step
+        num_q_heads, num_kv_heads, head_dim = heads
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.wrapper.plan(
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            torch.ones(len(qo_indptr) - 1, dtype=torch.int32),  # a page of one slot is always full
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            1,  # page_size
+            causal=False,
+            sm_scale=head_dim**-0.5,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        if kv_indices.is_cuda:
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record()
 
 
 def asking_requests(layout: RaggedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,9 +14,9 @@ import torch
 
 from acache_kernels.flashinfer_ops.attention import (
     FlashInferPlan,
+    Planner,
     asking_requests,
     make_wrapper,
-    plan_wrapper,
     workspace,
 )
 from acache_kernels.layout import RaggedLayout
@@ -27,8 +27,10 @@ INT_WORKSPACE_BYTES = 8 << 20
 
 
 class FlashInferStaticPlan(StaticPlan):
-    def __init__(self, capacity: StaticCapacity, plan: FlashInferPlan, dtype: torch.dtype) -> None:
+    def __init__(self, capacity: StaticCapacity, plan: FlashInferPlan, planner: Planner, dtype: torch.dtype) -> None:
+        """`planner` of the plan's wrapper; plans of one wrapper share it too."""
         super().__init__(capacity, plan)
+        self._planner = planner
         self._dtype = dtype
 
     def _update(self, layout: RaggedLayout) -> None:
@@ -38,8 +40,7 @@ class FlashInferStaticPlan(StaticPlan):
         keys = kv_indptr[-1] + torch.arange(1, padding + 1, dtype=torch.int32)
         slots = kv_indices.new_full((padding,), PADDING_SLOT)
         step = (torch.cat((qo_indptr, rows)), torch.cat((kv_indptr, keys)), torch.cat((kv_indices, slots)))
-        plan: FlashInferPlan = self.plan
-        plan_wrapper(plan.wrapper, step, plan.heads, self._dtype)
+        self._planner.plan(step, self.plan.heads, self._dtype)
 
 
 def make_static_plans(
@@ -59,7 +60,7 @@ def make_static_plans(
     indices = padding_indices(most, most.requests + 1, device)
     floats = workspace(device)
     integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    plans: dict[tuple[int, int], FlashInferPlan] = {}
+    plans: dict[tuple[int, int], tuple[FlashInferPlan, Planner]] = {}
     for one in capacities:
         size = (one.requests, one.queries)
         if size not in plans:
@@ -74,5 +75,5 @@ def make_static_plans(
                 paged_kv_last_page_len_buf=pointers[2, :-1],
             )
             wrapper.reset_workspace_buffer(floats, integers)
-            plans[size] = FlashInferPlan(one.queries, heads, wrapper)
-    return [FlashInferStaticPlan(one, plans[one.requests, one.queries], dtype) for one in capacities]
+            plans[size] = FlashInferPlan(one.queries, heads, wrapper), Planner(wrapper)
+    return [FlashInferStaticPlan(one, *plans[one.requests, one.queries], dtype) for one in capacities]

@@ -117,6 +117,14 @@ class TritonAttention(AttentionKernel):
         check_served(num_q_heads, num_kv_heads, head_dim, dtype)
         return make_static_plans(capacities, (num_q_heads, num_kv_heads, head_dim), dtype, device)
 
+    def static_bytes(
+        self, capacity: StaticCapacity, *, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        from acache_kernels.triton_ops.static_plan import part_rows
+
+        check_served(num_q_heads, num_kv_heads, head_dim, dtype)
+        return part_rows(capacity, (num_q_heads, num_kv_heads, head_dim), dtype) * (head_dim + 1) * 4
+
     def run(
         self,
         plan: TritonPlan,
@@ -148,7 +156,7 @@ def check_served(num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torc
 
 
 def part_buffers(rows: int, head_dim: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(part_out, part_lse) for `rows` partial results, one after another."""
+    """(part_out, part_lse) for `rows` partial results, one after another: head_dim + 1 numbers a row."""
     return (
         torch.empty(rows * head_dim, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),

@@ -80,23 +80,24 @@ def make_static_plans(
     """One plan for each capacity, over one set of read slots and partial results."""
     if not capacities:
         return []
-    num_q_heads, num_kv_heads, head_dim = heads
-    group = num_q_heads // num_kv_heads
-    shapes = [_classes_in_use(tile_shapes(head_dim, dtype), one.longest * group) for one in capacities]
-    sizes = [
-        [_aligned(bounds(one, group, shape.block_m, last=shape is used[-1])) for shape in used]
-        for one, used in zip(capacities, shapes, strict=True)
-    ]
-    rows = max(
-        size.parts * num_kv_heads * shape.block_m
-        for used, mine in zip(shapes, sizes, strict=True)
-        for shape, size in zip(used, mine, strict=True)
-    )
-    buffers = (padding_indices(largest(capacities), 1, device), *part_buffers(rows, head_dim, device))
-    return [
-        TritonStaticPlan(one, heads, used, mine, buffers)
-        for one, used, mine in zip(capacities, shapes, sizes, strict=True)
-    ]
+    rows = max(part_rows(one, heads, dtype) for one in capacities)
+    buffers = (padding_indices(largest(capacities), 1, device), *part_buffers(rows, heads[2], device))
+    return [TritonStaticPlan(one, heads, *_launch_sizes(one, heads, dtype), buffers) for one in capacities]
+
+
+def part_rows(capacity: StaticCapacity, heads: Heads, dtype: torch.dtype) -> int:
+    """Partial results of the class that has most of them; the classes run one after another."""
+    shapes, sizes = _launch_sizes(capacity, heads, dtype)
+    return max(size.parts * heads[1] * shape.block_m for shape, size in zip(shapes, sizes, strict=True))
+
+
+def _launch_sizes(
+    capacity: StaticCapacity, heads: Heads, dtype: torch.dtype
+) -> tuple[Sequence[TileShape], Sequence[Bounds]]:
+    """The tile classes that a plan launches, and how much each may have to do."""
+    group = heads[0] // heads[1]
+    shapes = classes_in_use(tile_shapes(heads[2], dtype), capacity.longest * group)
+    return shapes, [_aligned(bounds(capacity, group, shape.block_m, last=shape is shapes[-1])) for shape in shapes]
 
 
 def _aligned(size: Bounds) -> Bounds:
@@ -104,7 +105,7 @@ def _aligned(size: Bounds) -> Bounds:
     return Bounds(-(-size.work // 4) * 4, -(-size.merges // 4) * 4, size.parts)
 
 
-def _classes_in_use(shapes: Sequence[TileShape], packed_rows: int) -> Sequence[TileShape]:
+def classes_in_use(shapes: Sequence[TileShape], packed_rows: int) -> Sequence[TileShape]:
     """Up to the class that holds the longest request: others would only ever launch idle programs."""
     count = sum(shape.block_m < packed_rows for shape in shapes) + 1
     return shapes[:count]

@@ -9,6 +9,7 @@ from acache_kernels import get_attention_kernel
 from acache_kernels.static_plan import StaticCapacity, StaticPlan
 from acache_kernels.triton_ops import attention as triton_attention
 from acache_kernels.triton_ops.attention import tile_shapes
+from acache_kernels.triton_ops.static_plan import classes_in_use
 from acache_kernels.triton_ops.work_lists import Requests, bounds, by_class, work_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,8 +86,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return noted
 
 
-
-
 @settings(max_examples=12)
 @given(st.data())
 def test_a_static_plan_gives_the_bits_of_a_plan(data: st.DataObject) -> None:
@@ -145,15 +144,14 @@ def test_no_step_has_more_lines_than_its_plan(data: st.DataObject, group: int, d
     capacity = data.draw(capacities(most=40, longest=300, keys=5000))
     shapes = data.draw(steps(capacity))
     queries, keys = np.array(shapes, dtype=np.int64).reshape(-1, 2).T
-    blocks = [shape.block_m for shape in tile_shapes(dim, torch.bfloat16)]
-    blocks = blocks[: sum(block < capacity.longest * group for block in blocks) + 1]
-    classes = by_class(Requests(np.cumsum(queries), queries * group, np.cumsum(keys), keys), blocks)
+    blocks = [shape.block_m for shape in classes_in_use(tile_shapes(dim, torch.bfloat16), capacity.longest * group)]
+    requests = Requests(np.cumsum(queries) - queries, queries * group, np.cumsum(keys) - keys, keys)
+    classes = by_class(requests, blocks)
     padding = capacity.queries - int(queries.sum())
     classes[-1] = classes[-1].with_padding(padding, int(queries.sum()), group, capacity.keys)
-    for block, requests in zip(blocks, classes, strict=True):
-        lists = work_lists(requests, block)
+    for block, members in zip(blocks, classes, strict=True):
+        lists = work_lists(members, block)
         most = bounds(capacity, group, block, last=block == blocks[-1])
-        assert (len(lists.work), len(lists.merges), lists.num_parts) <= tuple(most)
         assert all(n <= m for n, m in zip((len(lists.work), len(lists.merges), lists.num_parts), most, strict=True))
 
 
@@ -173,6 +171,17 @@ def test_bounds_where_they_are_tight(capacity: StaticCapacity, shapes: Shapes, l
     most = bounds(capacity, 1, 32, last=True)
     assert lines == len(lists.work) <= most.work
     assert lists.num_parts <= most.parts
+
+
+@pytest.mark.parametrize("heads", [(28, 4, 128), (32, 32, 128), (2, 1, 80)])
+def test_bytes_are_those_of_the_buffers(heads: tuple[int, int, int]) -> None:
+    """Of the plan that needs most, without allocating them."""
+    kernel = get_attention_kernel("triton")
+    sizes = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": heads[2], "dtype": torch.bfloat16}
+    made = [StaticCapacity(2, 66, 131_072, 33), StaticCapacity(4, 128, 9000, 32)]
+    for few in (made, made[1:]):
+        plan = kernel.static_plans(few, **sizes, device="meta")[-1].plan
+        assert plan.part_out.nbytes + plan.part_lse.nbytes == max(kernel.static_bytes(one, **sizes) for one in few)
 
 
 def test_steps_that_do_not_fit_are_refused() -> None:
