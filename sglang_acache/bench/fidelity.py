@@ -75,7 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--selectors", type=names, default=SELECTORS, help=f"compared with {MAIN} (default: all)")
     parser.add_argument("--selector-ratios", type=numbers, default=[0.1, 0.2, 0.3])
     parser.add_argument(
-        "--probes", type=names, default=["fused", "remembered"], help="other probes, at the same ratios"
+        "--probes",
+        type=names,
+        default=["fused"],
+        help="other probes, at the same ratios (default: fused; remembered needs a --task-file whose questions share "
+        "their spans, each of the tiny model's has facts of its own)",
     )
     parser.add_argument("--block-length", type=int, help="default: 4 for llada-tiny, else the model's")
     parser.add_argument("--threshold", type=float, help="default: one token a step for llada-tiny, else the model's")

@@ -168,6 +168,12 @@ PINS: tuple[Pin, ...] = (
     Pin(f"{_RUNNER}.runner_utils.pool.get_or_create_global_graph_capture_stream", (), "stream of captures"),
     Pin(f"{_RUNNER}.runner_utils.pool.graph_pool_capture_scope", (), "memory of graphs"),
     Pin(f"{_RUNNER}.runner_utils.pool.graph_pool_replay_scope", (), "memory of graphs"),
+    Pin(f"{_RUNNER}.model_runner.ModelRunner.init_decode_cuda_graph", ("self",), "captures again after weight updates"),
+    Pin(
+        f"{_RUNNER}.runner.base_cuda_graph_runner.freeze_gc",
+        ("enable_cudagraph_gc",),
+        "no garbage collection in captures",
+    ),
     Pin(f"{_SRT}.distributed.parallel_state.graph_capture", ("stream",), "collectives in captures"),
     Pin(
         f"{_SRT}.distributed.device_communicators.pynccl_allocator.set_graph_pool_id",

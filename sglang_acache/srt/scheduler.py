@@ -173,16 +173,16 @@ class DiffusionScheduler(Scheduler):
             # non-streaming requests at every multiple of 50 tokens, and 0 is one.
             if new_tokens or req.finished():
                 sendable.append(req)
-        self._report(generated)
+        self._report(generated, result.can_run_cuda_graph)
         self._release(finished)
         self._stream(sendable)
 
-    def _report(self, generated: int) -> None:
+    def _report(self, generated: int, graph: bool) -> None:
         """SGLang's own periodic log line and load metrics, which count a denoising step as a decode step."""
         reporter = self.metrics_reporter
         reporter.num_generated_tokens += generated
         reporter.forward_ct_decode += 1
-        reporter.report_decode_stats(False, running_batch=self.running_batch, num_generated_tokens=generated)
+        reporter.report_decode_stats(graph, running_batch=self.running_batch, num_generated_tokens=generated)
 
     def _admit(self) -> None:
         """Admit waiting requests in order while slots last; the first that does not fit holds the queue."""
