@@ -19,6 +19,7 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_acache.models.configs import DiffusionLMConfig
+from sglang_acache.models.packed_linear import pack_linear_layers
 from sglang_acache.models.rope import RotaryPositions
 from sglang_acache.models.row_layers import DiffusionRMSNorm, DiffusionSiluAndMul
 from sglang_acache.models.weights import WeightNames, load_checkpoint, tensor_shapes
@@ -260,6 +261,7 @@ class DiffusionLM(nn.Module):
         tied, complete = self.config.tie_word_embeddings, not self._loaded
         loaded = load_checkpoint(self, self.weight_names, weights, shapes, tied=tied, complete=complete)
         self._loaded = True
+        pack_linear_layers(self)
         return loaded
 
 

@@ -151,6 +151,11 @@ PINS: tuple[Pin, ...] = (
         "our norm on a CPU",
     ),
     Pin(f"{_SRT}.layers.activation.SiluAndMul.forward_native", ("self", "x"), "our activation on a CPU"),
+    Pin(
+        f"{_SRT}.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+        ("self", "layer", "x", "bias"),
+        "packed linear layers on a CPU",
+    ),
     # called on CUDA only
     Pin(
         f"{_RUNNER}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
