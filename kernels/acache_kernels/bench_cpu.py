@@ -238,6 +238,22 @@ def row_operation_rows(rows: int, width: int, dtype: torch.dtype, seconds: float
     return lines
 
 
+def linear_row(rows: int, dtype: torch.dtype, seconds: float) -> str:
+    """A linear layer of packed weights against torch's own; eight layers in turn, so that weights come from memory."""
+    weights = [torch.randn(2816, 512).to(dtype) for _ in range(8)]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+    x = torch.randn(rows, 512).to(dtype)
+    ours, plain = medians(
+        [
+            lambda: [torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "") for weight in packed],
+            lambda: [torch.nn.functional.linear(x, weight) for weight in weights],
+        ],
+        seconds,
+    )
+    cells = [str(rows), str(dtype).removeprefix("torch."), f"{ours / 8 * 1e3:.2f}", f"{plain / 8 * 1e3:.2f}"]
+    return "| " + " | ".join([*cells, f"{ours / plain:.2f}"]) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="measuring time per row")
@@ -257,8 +273,12 @@ def main() -> None:
     for rows, vocab in ((512, 600), (64, 126_464)):
         for kind in ("greedy", "sampled", "top-p 0.9"):
             print(choose_row(rows, vocab, kind, args.seconds), flush=True)
+    print("\n| linear 512 to 2816: rows | dtype | ms | torch ms | ratio |\n|---|---|---|---|---|")
+    for rows in (4, 32, 288, 1024):
+        for dtype in (torch.float32, torch.bfloat16):
+            print(linear_row(rows, dtype, args.seconds), flush=True)
     print("\n| row operation | rows x width | dtype | us | plain torch us | ratio |\n|---|---|---|---|---|---|")
-    for rows in (32, 4096):
+    for rows in (32, 1024):
         for dtype in (torch.float32, torch.bfloat16):
             print("\n".join(row_operation_rows(rows, 512, dtype, args.seconds)), flush=True)
     print("\n| re-base 512 slots, 8 layers, 12 x 64 | ms | indexed copy ms | ratio |\n|---|---|---|---|")

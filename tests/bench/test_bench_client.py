@@ -18,10 +18,12 @@ REFUSAL = {"error": {"message": "steps: must be >= 1", "code": 400}}
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Streams two tokens; refuses what has no prompt."""
+    """Streams two tokens; refuses what has no prompt. Answers nobody before ``together`` requests have been here."""
 
     running: ClassVar[int] = 0
     most: ClassVar[int] = 0
+    together: ClassVar[int] = 1
+    enough: ClassVar[threading.Event] = threading.Event()
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def do_POST(self) -> None:
@@ -29,10 +31,12 @@ class FakeServer(BaseHTTPRequestHandler):
         with self.lock:
             type(self).running += 1
             type(self).most = max(self.most, self.running)
+            if self.running >= self.together:
+                self.enough.set()
         stream, refused = body["stream"], not body["input_ids"]
         self.send_response(400 if refused and not stream else 200)
         self.end_headers()
-        threading.Event().wait(0.02)
+        self.enough.wait(60)
         for event in [REFUSAL] if refused else self.events():
             if stream:
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -57,7 +61,8 @@ def url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    FakeServer.most = 0
+    FakeServer.most, FakeServer.together = 0, 1
+    FakeServer.enough.clear()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
@@ -73,8 +78,9 @@ def test_closed_loop_keeps_so_many_requests_in_flight(url: str) -> None:
         async with Client(url) as client:
             return await closed_loop(client, payloads(9), clients=3)
 
+    FakeServer.together = 3
     done = asyncio.run(measure())
-    assert FakeServer.most <= 3
+    assert FakeServer.most == 3
     assert [answer.token_ids for answer in done.answers] == [[5, 6]] * 9
     assert done.tokens == 18
     assert all(0 < answer.first_token <= answer.latency for answer in done.answers)
@@ -88,9 +94,10 @@ def test_open_loop_does_not_wait_for_answers(url: str) -> None:
         async with Client(url) as client:
             return await open_loop(client, payloads(8), rate=2000.0, seed=0)
 
+    FakeServer.together = 8
     done = asyncio.run(measure())
     assert all(answer.ok for answer in done.answers)
-    assert FakeServer.most > 1
+    assert FakeServer.most == 8
 
 
 @pytest.mark.parametrize("stream", [False, True])
