@@ -1,8 +1,8 @@
 """Linear layers on a plain CPU: weights packed once in oneDNN's own layout.
 
-Against torch's ordinary call, which packs or strides through the weights every time, that is 1.2 to 1.9 x as fast in
-float32 and 1.1 to 2 x in bfloat16, most at the few rows of a step inside a block. It costs a second copy of the
-weights, so it is done where memory is plentiful.
+Torch's ordinary call packs or strides through the weights every time, which costs most at the few rows of a step
+inside a block (``python -m acache_kernels.bench_cpu`` measures it). Packing costs a second copy of the weights, so it
+is done where memory is plentiful.
 """
 
 from __future__ import annotations
