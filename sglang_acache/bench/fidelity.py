@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--probes",
         type=names,
         default=["fused"],
-        help="other probes, at the same ratios (default: fused; remembered needs a --task-file whose questions share "
-        "their spans, each of the tiny model's has facts of its own)",
+        help="other probes, at the same ratios (default: fused; remembered means something with --readers over 1)",
     )
+    parser.add_argument("--readers", type=int, default=1, help="the tiny model's questions over the same facts")
     parser.add_argument("--block-length", type=int, help="default: 4 for llada-tiny, else the model's")
     parser.add_argument("--threshold", type=float, help="default: one token a step for llada-tiny, else the model's")
     parser.add_argument("--new-tokens", type=int, default=256, help="where the task file says nothing")
@@ -119,7 +119,7 @@ def _questions(options: argparse.Namespace, model: str) -> list[Question]:
 
     if options.task_file is not None:
         return read_task_file(options.task_file, encode, options.new_tokens)
-    return tiny_questions(options.questions, options.tasks, encode, options.seed)
+    return tiny_questions(options.questions, options.tasks, encode, options.seed, options.readers)
 
 
 async def _ask(

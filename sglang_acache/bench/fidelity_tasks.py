@@ -46,19 +46,29 @@ class Question:
         return sum(right) / len(right) if right else float(self.whole(text))
 
 
-def tiny_questions(count: int, tasks: Sequence[str], encode: Encode, seed: int) -> list[Question]:
-    """Held-out requests of ``llada-tiny``'s own tasks, ``count`` a layout and task."""
+def tiny_questions(
+    count: int, tasks: Sequence[str], encode: Encode, seed: int, readers: int = 1
+) -> list[Question]:
+    """Held-out requests of ``llada-tiny``'s own tasks, ``count`` a layout and task, ``readers`` over the same facts."""
     questions = []
     for at, layout in enumerate(tiny.LAYOUTS):
         for number, kind in enumerate(tasks):
             own_seed = (seed * len(tiny.LAYOUTS) + at) * len(tiny.TASKS) + number  # no puzzle is asked twice
-            for item in tiny.held_out(own_seed, count, layout, kind):
+            for item in _items(own_seed, count, layout, kind, readers):
                 shift = item.hole if item.right else 0
                 start, stop = item.affix_span
                 left, right = encode(item.left), encode(item.right) if item.right else []
                 span, parts = [start - shift, stop - shift], tuple(range(1, 2 * tiny.N_SLOTS, 2))
                 questions.append(Question(left, right, [span], item.answer, parts, f"{layout}, {kind}", item.hole))
     return questions
+
+
+def _items(seed: int, count: int, layout: str, kind: str, readers: int) -> list[tiny.Item]:
+    if readers == 1:
+        return tiny.held_out(seed, count, layout, kind)
+    groups = -(-count // readers)
+    found = [tiny.shared_requests(seed * groups + group, readers, layout, kind) for group in range(groups)]
+    return [item for items in found for item in items][:count]
 
 
 def read_task_file(path: Path, encode: Encode, new_tokens: int) -> list[Question]:

@@ -57,6 +57,14 @@ def test_tiny_questions_mark_the_facts_in_every_position() -> None:
     assert len({tuple(question.left) for question in questions}) == len(questions)
 
 
+def test_tiny_questions_may_share_their_facts() -> None:
+    questions = tiny_questions(5, ["hop"], words.encode, seed=0, readers=2)
+    facts = [tuple([*q.left, *q.right][q.spans[0][0] : q.spans[0][1]]) for q in questions]
+    assert [len(set(facts[at : at + 5])) for at in (0, 5, 10)] == [3, 3, 3]
+    assert facts[0] == facts[1] != facts[2] == facts[3]
+    assert len({(tuple(q.left), tuple(q.right)) for q in questions}) == len(questions)
+
+
 def test_whole_answers_and_parts() -> None:
     question = Question([1], [], [[0, 1]], "one attic two cellar", (1, 3), "prefix", 4)
     assert question.whole(" one attic two cellar ")

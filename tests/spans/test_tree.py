@@ -68,7 +68,10 @@ class TestMatch:
         assert (tail.match.tokens.tolist(), tail.first, tail.length) == (A + B, 20, 20)
         assert (tail.match.source, tail.match.claimed) == ("discovered", False)
         assert tail.match.name in {info.name for info in world.tree.spans("", source="discovered")}
-        (cut,) = world.tree.parts(find(world, A + B[:3] + OWN)[0])
+        world.tree.insert("", A + B[:3])  # a node of its own, so that it is matched whole
+        (short,) = find(world, A + B[:3] + OWN)
+        assert short.length == 23
+        (cut,) = world.tree.parts(short)
         assert (cut.match.tokens.tolist(), cut.first) == (A, 0), "three tokens are fewer than the least"
         (whole,) = world.tree.parts(find(world, A)[0])
         assert (whole.match.tokens.tolist(), whole.first) == (A, 0)
